@@ -189,10 +189,7 @@ class LoadReport(Message, frozen=True):
 
 
 class PeerReport(Message, frozen=True):
-    """What another gateway has on the workers, did for tenants, and expects in caches, if new.
-
-    `lag_ns`: how old that is, and what others know of this gateway.
-    """
+    """Another gateway's load, tenant service and predictions; `lag_ns` is their age."""
 
     gateway: str
     workers: tuple[WorkerBookings, ...] = ()

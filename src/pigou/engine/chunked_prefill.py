@@ -44,7 +44,10 @@ def still_prefilling(state: EngineState) -> list[Sequence]:
 def continue_prefills(
     state: EngineState, builder: ScheduleBuilder, admit_before: Callable[[int], None]
 ) -> None:
-    """Add chunks of running prompts in queue order; `admit_before` admits by priority first."""
+    """Add the next chunks of running prompts, in queue order.
+
+    `admit_before` admits waiting sequences of a lower priority number before each prompt.
+    """
     if not state.prefilling:
         return
     remaining = {seq: state.rows.remaining(seq.row) for seq in state.prefilling}

@@ -31,11 +31,9 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class LoopWatch:
-    """Measures the lag of the event loop, and collects cycles of the oldest generation by time.
+    """Measures event loop lag, and collects the oldest garbage generation on a timer.
 
-    A process that allocates little beyond what it frees collects that generation once in hours;
-    until then a failed request's error can keep what its frames refer to. What lives on was frozen
-    at the start, so that a collection looks at what came since.
+    CPython may collect it once in hours, which would keep errors' frames alive until then.
     """
 
     def __init__(self, metrics: MetricSet, collect_every_s: float = COLLECT_EVERY_S) -> None:
@@ -174,10 +172,9 @@ class GatewayServer:
         self._port = self._listener.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Take no more requests, let those under way finish for a while, then cut them.
+        """Reject new requests, let running ones finish for a while, then cut them with an error.
 
-        Those that are cut get an error, within their stream where that has begun. Until then the
-        port stays open: probes are answered, further requests get 503.
+        The port stays open meanwhile: probes are answered, other requests get 503.
         """
         server = self._runner.server
         if server is not None:

@@ -21,11 +21,10 @@ _PACKED = (".gz", ".zst")
 
 
 class Overflow(msgspec.Struct, frozen=True, kw_only=True):
-    """Where requests of a model go that it cannot serve now.
+    """Fallback for requests of a model that cannot be served now.
 
-    A request that is refused for want of capacity goes at once. Another one waits for as long as
-    the fallback is worth, and goes then: so it costs at most twice the better of the two
-    (ski rental: Karlin, Manasse, Rudolph, Sleator 1988).
+    Refused requests go at once. Others wait as long as the fallback is worth, which costs at most
+    twice the optimum (ski rental: Karlin, Manasse, Rudolph, Sleator 1988).
     """
 
     to: str  # name of another model here, or base URL of another fleet

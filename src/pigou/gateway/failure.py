@@ -50,10 +50,7 @@ class Rejected(Exception):
 
 
 def busy(shed: Shed) -> APIError:
-    """Return the error for a request that was shed.
-
-    Its status is 429 where the tenant has its share of the queue, 503 where the fleet is full.
-    """
+    """Return the error for a shed request: 429 if its tenant's share is full, else 503."""
     return APIError(
         429 if shed.tenant else 503,
         f"The fleet is busy: {shed.reason}. Try again later.",

@@ -28,11 +28,7 @@ class UnknownWorker(Exception):
 
 
 class FleetChanges(Protocol):
-    """Changes a fleet by an operator's word.
-
-    Calls return at once with the rows of the workers that they are about: one that is added is
-    starting then, one that leaves is draining.
-    """
+    """Applies operators' changes to a fleet; calls return at once with the workers' rows."""
 
     def start(self, role: Role, count: int, model: str = "") -> tuple[list[WorkerRow], str]:
         """Start workers; return their rows, and why not all; raise `ChangeRefused`."""
@@ -234,10 +230,7 @@ class ModelsStatus:
         return [row for table, _ in self.tables.values() for row in table.rows()]
 
     def view(self) -> dict[str, Any]:
-        """Return the table, for `/workers`; `game` is that of the first model.
-
-        With several models, `models` has what is known of each.
-        """
+        """Return the table for `/workers`; with several models, `models` has each."""
         views = {name: table.view() for name, (table, _) in self.tables.items()}
         first = next(iter(views.values()))
         if len(views) == 1:

@@ -24,9 +24,7 @@ _MAX_WAITING_BYTES = 64 * 2**20
 
 
 class Journal:
-    """Appends a run to a file. Whatever goes wrong with the file ends the journal, with a warning,
-    and never the gateway.
-    """
+    """Appends a run to a file; an error of the file ends the journal, not the gateway."""
 
     def __init__(self, path: Path, config: ControlConfig) -> None:
         """Open the file, for its owner alone, and write the head; raise `ConfigError`."""

@@ -265,14 +265,10 @@ class StageMetrics:
         self._gaps = 0
 
     def gap(self, seconds: float, *, blocked: bool) -> bool:
-        """Count the seconds for each token between two reads of a stream; True for a stall.
+        """Record the seconds per token between two reads of a stream; return True for a stall.
 
-        The median is frugal: each gap moves it by a fixed factor, up or down (Ma et al. 2013,
-        arXiv 1407.1121, with relative steps).
-
-        Args:
-            blocked: meanwhile the worker was not read, as the client took nothing. The gap tells
-                nothing of the engine then; `delivered` counts the client's own pause.
+        If `blocked`, the client stopped reading, and the gap is not the engine's. The median is
+        frugal (Ma et al. 2013, arXiv 1407.1121, with relative steps).
         """
         if blocked:
             return False
@@ -309,11 +305,7 @@ _MAX_SESSIONS = 65_536
 
 
 class SessionRetention:
-    """Counts blocks of earlier prompts that a longer one begins with, and those still cached.
-
-    A prompt that begins with all full blocks of an earlier one is that session's next turn. The
-    ratio of the two counters is the session's block retention rate.
-    """
+    """Counts blocks repeated from a session's earlier prompts, and those still cached."""
 
     def __init__(self, metrics: MetricSet) -> None:
         self._returned = metrics.counter(

@@ -59,10 +59,7 @@ class GatewayModel:
 
     @property
     def names(self) -> dict[str, Upstream | None]:
-        """The names that requests may use, each with a worker that is up; None without one.
-
-        Names of the model come first, then those of adapters.
-        """
+        """Return names that requests may use, models before adapters, with a worker or None."""
         upstreams = self.upstreams
         names: dict[str, Upstream | None] = {}
         if self.name:
@@ -144,10 +141,9 @@ class GatewayModel:
 
 
 class ModelRouting:
-    """The models of a gateway, by the names that requests use.
+    """Models of a gateway by the names that requests use.
 
-    One model without a declared name takes requests without `model`, and has the name that its
-    workers report. Declared models are the only ones there are.
+    A single undeclared model takes requests without `model`, under its workers' name.
     """
 
     def __init__(self, models: Sequence[GatewayModel]) -> None:
@@ -195,13 +191,9 @@ class ModelRouting:
         return models[0]
 
     def of_body(self, data: bytes) -> tuple[GatewayModel, str]:
-        """Return the model that a body asks for, and the name that its workers are sent for it.
+        """Return the model that a body asks for, and its name at the workers; raises APIError.
 
-        Where none is declared it is the first, and the name is empty: workers are sent the body's
-        own. So it is for a body that cannot be parsed, which `request_parsing.read` refuses.
-
-        Raises:
-            APIError: as `find`.
+        Without declared models, or for a malformed body, it is the first with an empty name.
         """
         if not self._by_name:
             return self.models[0], ""

@@ -115,12 +115,7 @@ class PlaneDriver:
         model: str = "",
         sibling: PlaneDriver | None = None,
     ) -> None:
-        """Prepare to drive a plane.
-
-        Args:
-            model: its name, where that is declared; else the workers say it.
-            sibling: driver of another model, with the same background tasks and kernels.
-        """
+        """Drive a plane; `sibling` is another model's driver, with shared background tasks."""
         self.plane = plane
         self.prompts = prompts
         self.background: Background = Background() if sibling is None else sibling.background
@@ -241,11 +236,7 @@ class PlaneDriver:
             self._woken.discard(event)
 
     def exclude_hosts(self, failed: frozenset[str]) -> frozenset[str]:
-        """Return what a request avoids after workers failed it: all that is on their hosts.
-
-        A host that is lost takes its workers with it, one of which would fail the request again,
-        and make it look like what ends them. Where no other worker decodes, `failed` is all.
-        """
+        """Return all workers on the hosts of `failed` ones; `failed` if no other decodes."""
         hosts = {self._hosts.get(worker, "") for worker in failed} - {""}
         ups = [upstream.worker for upstream in self.upstreams.values()]
         near = {worker.id for worker in ups if worker.location.host in hosts}

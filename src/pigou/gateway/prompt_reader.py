@@ -83,10 +83,7 @@ class PromptTokenizer:
             raise NotTokenizable(str(error)) from error
 
     def prompt_of(self, fields: BodyFields, *, chat: bool, stock: bool) -> str | list[int]:
-        """Return the (first) prompt's text, or its ids; raise `NotTokenizable`.
-
-        A `stock` server shows tools to the template also where none may be called.
-        """
+        """Return the (first) prompt's text or ids; raises `NotTokenizable`."""
         if not chat:
             return first_prompt(fields.prompt)
         if fields.prompt_token_ids and not stock:
@@ -171,10 +168,7 @@ class TokenizationMode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _PromptTokens:
-    """A prompt's tokens: how many, their block keys by block size, and the ids as JSON.
-
-    `ids` is None where no worker is to be sent them.
-    """
+    """Tokens of a prompt: count, block keys by block size, and ids as JSON or None."""
 
     count: int
     keys: dict[int, BlockKeys]
@@ -186,12 +180,10 @@ class _TokenizeReply(msgspec.Struct):
 
 
 class PromptReader:
-    """Finds the tokenizer of the fleet's model, and uses it.
+    """Loads the tokenizer of the fleet's model, and reads prompts with it.
 
-    A tokenizer is looked for where a worker says that its model is. It is used when it says of
-    two samples, a text and a chat, what the worker's own `/tokenize` says. Otherwise a worker is
-    asked for each prompt, which costs a round trip; where none can be asked either, requests are
-    routed without knowing their blocks.
+    It must agree with the worker's `/tokenize` on two samples. Otherwise a worker tokenizes each
+    prompt, or requests are routed without block keys.
     """
 
     def __init__(
@@ -236,11 +228,7 @@ class PromptReader:
         self._modes[upstream.worker.id] = (text, chat)
 
     async def read(self, run: GatewayRun, upstreams: Collection[Upstream]) -> None:
-        """Put the prompt's tokens and block keys into a run, as far as they can be known.
-
-        Where all workers are Pigou's own they are sent the ids, and need not tokenize again.
-        What is wrong with a request is not told here: that is the worker's to do.
-        """
+        """Add the prompt's tokens and block keys to a run, if known; errors are the worker's."""
         try:
             tokens_of_prompt = await self._prompt_tokens(run, upstreams)
         except NotTokenizable:

@@ -80,10 +80,7 @@ class BodyFields(msgspec.Struct):
     tool_choice: Any = None
 
     def scores_prompt(self, chat: bool) -> bool:
-        """True if the prompt's log-probabilities are wanted.
-
-        Then the worker that decodes must compute all of it, cached or not.
-        """
+        """True if prompt log-probabilities are wanted: decode then computes all of it."""
         if self.prompt_logprobs is not None:
             return True
         return not chat and bool(self.echo) and self.logprobs not in (None, False)
@@ -251,10 +248,7 @@ class StreamCount:
 
 
 class MeteredRun:
-    """Tokens and times of a request, from its arrival to its end.
-
-    Once it has ended, nothing of the request itself is kept: windows may be long.
-    """
+    """Tokens and times of a request; keeps nothing of the request after its end."""
 
     __slots__ = (
         "_counted", "_ended", "_headers", "_run", "computed", "computed_ns", "error",

@@ -29,11 +29,10 @@ _WORK_HALF_LIFE_NS = 60 * SECOND
 
 
 class RequestMeter:
-    """Counts offered requests, and those that attained their objective.
+    """Counts offered requests, and those that met their objective.
 
-    Refused and failed requests are offered ones; bad ones (4xx) are not, nor are those above the
-    limits of their own key. A request whose client left counts by what it got until then. Where it
-    got nothing, it counts as outside once the objective of TTFT has passed, and else not at all.
+    Refused and failed requests count as offered; 4xx and requests over their key's limits do not. A
+    cancelled request counts by its progress, and not at all before the TTFT objective.
     """
 
     def __init__(self, objectives: Objectives, model: Callable[[], str] = str) -> None:
@@ -141,10 +140,7 @@ class RequestMeter:
         return {name: (count[name], inside[name]) for name in self.objectives.names}
 
     def view(self) -> dict[str, Any] | None:
-        """Return objectives and attainment as JSON builtins; None without objectives.
-
-        `recent` is of the last five minutes; its share is None where nothing was offered.
-        """
+        """Return objectives and attainment as JSON builtins (`recent`: 5 minutes), or None."""
         if not self.objectives.known:
             return None
         recent = {

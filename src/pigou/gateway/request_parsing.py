@@ -59,11 +59,7 @@ class ServerScope:
     aliases: frozenset[str] = frozenset()  # all names of that model
 
     def extend(self, tenure: Tenure, fields: BodyFields, body: Body, *, chat: bool) -> Tenure:
-        """Return a request's whole tenure: of its key and headers, its body, and this gateway.
-
-        Each of these alone makes another tenure. Without key, salt, headers and release the tenure
-        is empty: workers keep apart what they know themselves, model and release.
-        """
+        """Return a request's tenure, from its key and headers, its body, and this gateway."""
         own_tenure = replace(tenure, cache_salt=fields.cache_salt or "")
         if own_tenure == Tenure() and not self.release:
             return own_tenure
@@ -114,20 +110,10 @@ def read(
     overrides: Mapping[str, float] | None = None, context: int = 0, model: str = "",
     adapter: Callable[[str | None], str] = lambda _: "",
 ) -> ParsedRequest:  # fmt: skip
-    """Parse a body; a large one is to be parsed on a thread (`pigou.wire.json_limits.SMALL`).
+    """Parse a body, a large one on a thread (`json_limits.SMALL`); raises APIError 400.
 
-    Args:
-        chat: whether it came to the chat route.
-        strict: refuse what Pigou's own workers would refuse, and leave out fields that they do
-            not know; otherwise the workers judge.
-        request_id: the client's `X-Request-Id`.
-        overrides: of the routing policy's parameters, for this request.
-        context: tokens that the model can hold; 0 where that is not known.
-        model: name that workers know the model by, in place of an alias; empty changes nothing.
-        adapter: returns a name that a request asks for if it is an adapter's, else nothing.
-
-    Raises:
-        APIError: 400, naming field and remedy.
+    `strict` refuses what Pigou's workers refuse, and drops unknown fields. `context` is in tokens,
+    0 if unknown; `model` replaces the name sent to workers; `adapter` maps names of adapters.
     """
     arrival = time.monotonic_ns()
     data = without_bom(data)
@@ -243,13 +229,7 @@ _MAX_OVERRIDES = 32
 
 
 def read_overrides(text: str | None) -> dict[str, float]:
-    """Read `name=number`, several with commas: `temperature=0.7,overlap_weight=2`.
-
-    Which names there are is the routing policy's to say.
-
-    Raises:
-        APIError: 400, naming what is not understood.
-    """
+    """Parse `name=number,...` (`temperature=0.7,overlap_weight=2`); raises APIError 400."""
     if text is None:
         return {}
     items = text.split(",")

@@ -21,9 +21,13 @@ def chain(
 ) -> BlockHashes:
     """Return the hashes of a sequence's full blocks, shape (len(tokens) // block_size, 2).
 
-    A hash is 128-bit BLAKE2b (RFC 7693), keyed by `seed` (a tenure's digest, 1 to 64 bytes), over
-    the parent's hash and the tokens as 32-bit little-endian integers. `parent` has shape (1, 2).
-    Raises ValueError for a bad `block_size` or seed, OverflowError for ids outside [0, 2^32).
+    A hash is 128-bit BLAKE2b (RFC 7693), keyed by `seed` (a tenure's digest), over the parent's
+    hash and the tokens as 32-bit little-endian integers. `parent` is the hash of the block before
+    `tokens`, shape (1, 2), or empty at the beginning. No hash is (0, 0).
+
+    Raises:
+        ValueError: `block_size` or the length of `seed` (1 to 64 bytes) is out of range.
+        OverflowError: a token id is not in [0, 2^32).
     """
     if block_size < 1:
         raise ValueError(f"block_size is {block_size}; it must be at least 1")

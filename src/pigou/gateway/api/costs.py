@@ -30,10 +30,7 @@ def cost_meter(driver: PlaneDriver) -> CostMeter | None:
 def note_report(
     driver: PlaneDriver, worker: str, before: WorkerReport | None, report: WorkerReport
 ) -> None:
-    """Tell the cost meter which tiers a worker has, and what its energy counter says.
-
-    A counter says it since the report before.
-    """
+    """Update the cost meter with a worker's tiers, and its energy since the last report."""
     meter = cost_meter(driver)
     if meter is None:
         return

@@ -45,11 +45,7 @@ def pages(gateway: Gateway) -> APIPages:
 
 
 class GatewayDiagnosis:
-    """Samples the gateway's own pages, and diagnoses what they show.
-
-    Workers' own pages are not read: modes that need them are not judged, and `pigou diagnose URL`
-    judges them.
-    """
+    """Samples and diagnoses the gateway's own pages; workers' pages are not read."""
 
     def __init__(
         self, page: Callable[[], MetricPage], table: Callable[[], dict[str, Any]],

@@ -42,10 +42,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 
 
 class AddBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of `POST /workers`: a role and how many, or a server to attach.
-
-    `model` says of which of several models local workers are.
-    """
+    """Body of `POST /workers`: a role and count, or a server to attach; `model` for local ones."""
 
     role: Role | None = None
     count: Count | None = None

@@ -255,10 +255,10 @@ class WorkerFederation:
 
 
 def federated(pages: Sequence[WorkerPage]) -> bytes:
-    """Return workers' pages as one: each family once, with the samples of all.
+    """Merge workers' metrics pages: each family once, with the samples of all.
 
-    A sample's own label of a fleet's name becomes `exported_...`, as in Prometheus. Timestamps
-    and comments are left out, as are malformed lines, and families whose type is another one's.
+    Labels that clash with the fleet's become `exported_...`, as in Prometheus. Comments, malformed
+    lines, and families of a conflicting type are dropped.
     """
     families: dict[str, _SampleFamily] = {}
     state: list[str] = []

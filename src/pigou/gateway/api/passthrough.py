@@ -1,7 +1,6 @@
-"""Routes that Pigou does not have itself, passed on to attached servers that have them.
+"""Passes unknown routes on to attached servers that have them, by `/openapi.json` or until a 404.
 
-A request goes through admission and routing as a completion does, and weighs on its server while
-it is there. What a server has, its `/openapi.json` tells, or its 404.
+Such requests go through admission and routing like completions.
 """
 
 from __future__ import annotations
@@ -71,12 +70,7 @@ class Passthrough:
         self._owners: OrderedDict[str, tuple[str, str]] = OrderedDict()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request of a path that is not the gateway's own.
-
-        Raises:
-            APIError: 404 where no server has it, another 4xx for what is wrong with it, 503 where
-                the fleet is full. web.HTTPMethodNotAllowed: the path is the gateway's own.
-        """
+        """Forward a request; raises APIError, or HTTPMethodNotAllowed for the gateway's paths."""
         self._gateway.shutdown.check_open()
         key, headers = current_key(), read_tenure_headers(request.headers)
         tenure = key.policy.apply(key.tenant, headers, time.time_ns())

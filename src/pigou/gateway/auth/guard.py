@@ -159,11 +159,7 @@ _MAX_HEADERS_CHARS = 1024
 
 
 def check_browser(config: GatewayConfig) -> Middleware:
-    """Return the middleware that checks `Host`, and answers preflight requests before any key.
-
-    A page of any site can have its own name resolve to 127.0.0.1 (DNS rebinding). Its requests
-    then reach a gateway on loopback, but still carry that name as `Host`.
-    """
+    """Return the middleware against DNS rebinding, which also answers preflight requests."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -179,9 +175,9 @@ def check_browser(config: GatewayConfig) -> Middleware:
 
 
 def check_host(request: web.BaseRequest, config: GatewayConfig) -> None:
-    """Raise `APIError` unless a request is meant for this gateway, by `Host` or an absolute URI.
+    """Raise `APIError` unless `Host` or an absolute URI names this gateway.
 
-    Only a gateway on a loopback address checks this, or one with `allowed_hosts`.
+    Checked on loopback addresses, or with `allowed_hosts`.
     """
     named = request.headers.getall("host", [])
     if len(named) > 1:

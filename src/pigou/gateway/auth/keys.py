@@ -187,10 +187,7 @@ _STRUCTURED = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The SHA-256 of a key (32 bytes), whose it is, and what it gives.
-
-    An `admin` key sees the whole fleet and all tenants; others see what is their tenant's.
-    """
+    """SHA-256 of a key (32 bytes), its tenant and rights; `admin` keys see all tenants."""
 
     tenant: str
     digest: bytes
@@ -252,15 +249,10 @@ class Keys:
 
     @classmethod
     def read(cls, path: Path) -> Keys:
-        """Read a file.
+        """Read a key file; raises ConfigError if unreadable, malformed, empty, or with duplicates.
 
-        A `.yaml` or `.json` file has `keys`, a list of `tenant`, `sha256`, `tenure`, `may`
-        (`pigou.gateway.auth.tenure`), `admin` and `limits` (`pigou.gateway.auth.keys`). Any
-        other has lines `TENANT:SHA256_HEX` or `TENANT:SHA256_HEX:admin`, whose requests may set
-        all of their tenure; empty lines and lines with # are skipped.
-
-        Raises:
-            ConfigError: the file cannot be read, has a bad entry, or no key, or one twice.
+        `.yaml` and `.json` have `keys`: a list of `tenant`, `sha256`, `tenure`, `may`, `admin` and
+        `limits`. Other files have lines `TENANT:SHA256_HEX[:admin]` and # comments.
         """
         try:
             text = read_text(path)
@@ -274,9 +266,9 @@ class Keys:
         return cls(keys)
 
     def find(self, authorization: str | None) -> Key | None:
-        """Return the key that an `Authorization: Bearer KEY` header holds; None for a wrong one.
+        """Return the key of an `Authorization:
 
-        All hashes are compared, each in constant time, so that the time says nothing.
+        Bearer KEY` header, in constant time; None if wrong.
         """
         scheme, _, secret = (authorization or "").partition(" ")
         digest = sha256(secret.strip().encode("utf-8", "surrogateescape")).digest()

@@ -121,10 +121,9 @@ ANY = "*"
 
 
 class TenureChoices(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The names that a request may set a field to; None for a field that it may not set.
+    """Values that a request may set for each field; None if it must not.
 
-    A name that ends in `*` stands for all that begin so. Each item of a set must be among the
-    names, which so are the most that it may have. `ttl` is the most seconds until an expiry.
+    `NAME*` allows all names with that prefix. `ttl` is the maximum of seconds until expiry.
     """
 
     principal: tuple[str, ...] | None = None

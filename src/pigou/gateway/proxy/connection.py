@@ -1,7 +1,6 @@
-"""HTTP/1.1 connections to a worker: parsing, one connection, and the pool of them.
+"""HTTP/1.1 connections to a worker: parsing, one connection, and a pool.
 
-What arrives is passed on within the call that receives it, without waking a task: a lone chunk
-costs half of what it costs through a general HTTP client.
+Data is passed on in the receiving call, without a task switch: half the cost of a general client.
 """
 
 from __future__ import annotations
@@ -141,12 +140,10 @@ class HTTPConnection(asyncio.Protocol):
         return head
 
     async def read(self, take: Take | None = None) -> bytes | None:
-        """Return the next bytes of the body, empty at its end.
+        """Return the next bytes of the body, empty at its end; raises HTTPConnectionError if cut.
 
-        With `take`, bytes go there as they arrive; None is returned once it has declined.
-
-        Raises:
-            HTTPConnectionError: the connection ended within the body. Whatever `take` raises.
+        With `take`, bytes go there as they arrive; returns None once it declines. Its errors
+        propagate.
         """
         while not self._body:
             if self._over():

@@ -75,10 +75,9 @@ _PERFORM: dict[type[Step], str] = {
 
 
 class RequestDriver(ABC):
-    """Does what the life of a request asks for, one step after another.
+    """Carries out the steps of a request's lifecycle, one at a time.
 
-    A step is awaited; the event that it returns brings the next one. Decisions of the control
-    plane about a routed request (`interrupt`) break the step off that is awaited.
+    Each awaited step returns the next event; `interrupt` by the control plane cancels the step.
     """
 
     def __init__(self, plane_driver: PlaneDriver, metrics: Metrics, relay: Relay) -> None:

@@ -32,13 +32,10 @@ def attempt_body(
     run: GatewayRun, state: StreamState, *, stock: bool, max_model_len: int,
     dynamo: bool = False,
 ) -> AttemptBody:  # fmt: skip
-    """Return what to send for the next attempt; first or not.
+    """Return the body for the next attempt, first or not; needs `can_migrate`.
 
-    Args:
-        state: `can_migrate` holds; for a stock worker, all its tokens were shown entirely.
-        stock: the worker knows nothing of `resume_tokens`.
-        max_model_len: context of the worker, in tokens.
-        dynamo: the worker is a frontend of Dynamo, which tells token ids in its own way.
+    `stock` workers do not know `resume_tokens`, `dynamo` frontends report token ids in their own
+    way; `max_model_len` is in tokens.
     """
     body = run.body if stock or run.parsed.seeded else {**run.body, "seed": run.parsed.own_seed}
     if dynamo and run.parsed.stream and not run.parsed.wants_ids:

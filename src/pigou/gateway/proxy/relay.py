@@ -38,11 +38,10 @@ class TooManyTokens(ValueError):
 
 
 class Relay(StreamCount):
-    """Passes a stream on, chunk by chunk, and keeps its state.
+    """Passes a stream on chunk by chunk, and keeps its state.
 
-    `begin` starts each attempt; `feed` takes what its worker sends. Within the first attempt a
-    chunk's bytes pass as they are, without the token ids that only the gateway asked for. In
-    later attempts chunks are decoded and made to fit what the client saw before.
+    `begin` starts an attempt, `feed` takes its data. The first attempt's bytes pass unchanged,
+    without internal token ids; later chunks are adapted to what the client has seen.
     """
 
     def __init__(self, run: GatewayRun) -> None:
@@ -70,12 +69,7 @@ class Relay(StreamCount):
         return self.counted > 0 or (self._stock and self.state.begun)
 
     def begin(self, *, stock: bool, mapped: bool) -> None:
-        """Start an attempt.
-
-        Args:
-            stock: the worker does not resume by itself, so it matters what has been shown.
-            mapped: a chat is continued on the completions route.
-        """
+        """Start an attempt on a `stock` worker or not; `mapped` continues a chat as completion."""
         self.failed = None
         self.muted = False
         self._drop_reader()
@@ -302,11 +296,10 @@ _MAX_ID_DIGITS = 9
 
 
 class SSEFastPath:
-    """Recognizes events that are another one, but for its text and its one token id.
+    """Matches chunks identical to a template except for text and token id.
 
-    Such an event is valid JSON, and means the same, if that other one is and does: the text is
-    a string's whole content without quotes, escapes or control characters, the id a number. In
-    JSON a quote within a string is escaped, so that what looks like a key is one.
+    Such a chunk is valid JSON of the same meaning: the text has no quotes, escapes or control
+    characters, and the id is a number.
     """
 
     __slots__ = ("_end", "_head", "_size", "_tail", "_text_end")

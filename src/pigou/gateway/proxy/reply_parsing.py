@@ -109,11 +109,7 @@ def full_chunk(payload: bytes) -> tuple[FullChunk, bytes]:
 
 
 def without_ids(payload: bytes, prompt: bool) -> bytes:
-    """Return a chunk's JSON with null in place of its token ids, by cutting bytes.
-
-    Within a JSON string a quote is escaped, so that what is looked for is a key. What another
-    encoder has spaced out is decoded and encoded again.
-    """
+    """Replace token ids in a chunk's JSON by null, cutting bytes where possible."""
     at = payload.find(TOKEN_IDS)
     if at < 0 and not prompt:
         return _encoded_without_ids(payload)

@@ -1,7 +1,6 @@
-"""A request of several sequences (`n`, a list of prompts), served as one request for each.
+"""Requests of several sequences (`n`, a list of prompts), served as one request each.
 
-Each sequence is admitted, charged, routed and retried by itself. So a few run at a time, and
-others get their turn; and each of them goes on elsewhere when its worker fails.
+Each sequence is admitted, routed, charged and retried by itself.
 """
 
 from __future__ import annotations
@@ -55,11 +54,7 @@ Serve = Callable[[GatewayRun, int], Awaitable[None]]
 
 
 class Sequences:
-    """Serves the sequences of one request, a few at a time.
-
-    The choices of one prompt follow once the prompt is computed for the first of them: then they
-    hit its blocks in the cache.
-    """
+    """Serves a request's sequences, a few at a time; later choices hit the first's prompt."""
 
     def __init__(self, plane_driver: PlaneDriver, run: GatewayRun) -> None:
         self._plane_driver, self._run = plane_driver, run
@@ -141,10 +136,7 @@ class Sequences:
 
 
 def one_of(run: GatewayRun, index: int) -> GatewayRun:
-    """Return sequence `index` of a request as a request of its own.
-
-    Choice j of a seeded request is what the same request yields with seed + j.
-    """
+    """Return sequence `index` as a request of its own; choice j has seed + j."""
     parsed = run.parsed
     prompt_index, sample = divmod(index, parsed.choices)
     prompt = parsed.prompts[prompt_index]

@@ -66,10 +66,7 @@ class ServerRoutes:
         return sorted(set().union(*routes) - _OWN.keys())
 
     async def endpoints(self, servers: Collection[Upstream]) -> list[str]:
-        """Return the paths at which some of these servers take a POST that has a model.
-
-        A server that does not list its routes is expected to have those of the gateway itself.
-        """
+        """Return the POST paths with a model at these servers; unlisted: the gateway's own."""
         await self._learn([upstream for upstream in servers if upstream.engine.stock])
         listed = (self._routes.get(upstream) for upstream in servers)
         own = {path for path, method in _OWN.items() if method == "POST"}

@@ -1,8 +1,4 @@
-"""Spans of a request in the gateway: what its phases are called, and what is known of them.
-
-Names of attributes are those of OpenTelemetry's conventions for generative AI where there are
-any, else they begin with `pigou.`.
-"""
+"""Spans of a request: its phases, with attributes of OpenTelemetry's GenAI conventions."""
 
 from __future__ import annotations
 
@@ -56,10 +52,7 @@ _REPLIED = ("gen_ai.request.model", "gen_ai.response.model", "gen_ai.request.str
 async def within_step(
     run: GatewayRun, step: Step, doing: Awaitable[LifecycleEvent]
 ) -> LifecycleEvent:
-    """Do a step of a request's life within its span; return its event.
-
-    The wait for a decision and the decision itself are spans of `decided`.
-    """
+    """Run a lifecycle step within its span; waits and decisions are spans of `decided`."""
     trace = run.trace
     assert trace is not None
     if isinstance(step, Submit):

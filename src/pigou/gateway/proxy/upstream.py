@@ -128,10 +128,7 @@ class Engine:
         return {**body, "model": self.model}
 
     def ranked(self, body: Body, priority: int | None) -> Body:
-        """Return a body with the gateway's `priority` in place of the client's; None leaves that.
-
-        Who does not overtake is sent none: a stock vLLM refuses it, unless it was started so.
-        """
+        """Return a body with the gateway's `priority`, if the engine takes one; None keeps it."""
         if priority is None or body.get("priority") == priority:
             return body
         rest = {name: value for name, value in body.items() if name != "priority"}
@@ -237,18 +234,10 @@ class Upstream:
     async def ask(
         self, path: str, body: Body, request_id: str, tenant: str = "", trace: str = ""
     ) -> HTTPConnection:
-        """Send a request; return the connection that its answer, of status 200, is to be read from.
+        """Send a request; return the connection to read its 200 answer from, then to `give_back`.
 
-        `give_back` it: one that was not read to its end is cut, so that the worker stops
-        computing. An idle connection that turns out to be closed is replaced once.
-
-        Args:
-            tenant: a worker that knows the fleet's secret is told a mark of it.
-            trace: header lines of the trace that the request belongs to.
-
-        Raises:
-            Rejected: 4xx, the request's fault.
-            WorkerFailed: no connection, no answer, or 5xx.
+        A closed idle connection is replaced once. Raises Rejected for 4xx, WorkerFailed for no
+        connection, no answer, or 5xx.
         """
         pool, mark = self._connections, self.mark(tenant)
         headers = f"x-request-id: {request_id}\r\n{trace}"
@@ -370,11 +359,7 @@ class Upstream:
     async def passing(
         self, method: str, path: str, headers: dict[str, str], data: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request of any route; within the block its answer can be read.
-
-        Raises:
-            WorkerFailed: the worker went down. aiohttp.ClientError, OSError: the connection broke.
-        """
+        """Forward a request of any route; raises WorkerFailed, aiohttp.ClientError or OSError."""
         own = {name: value for name, value in self._headers.items() if name != "content-type"}
         url = URL(self.worker.url + path, encoded=True)
         with self.busy(), self.in_one_piece():
@@ -384,11 +369,7 @@ class Upstream:
                 yield response
 
     async def fate(self, timeout_s: float = 1.0) -> WorkerEnd:
-        """Return how the worker ended; `LIVES` while it answers, or where nobody can tell.
-
-        A worker that refuses connections, or says that its engine is dead, has ended: it is
-        waited for up to `timeout_s` seconds until the fleet says how.
-        """
+        """Return how the worker ended, waiting up to `timeout_s`; `LIVES` while it answers."""
         if not self._closed:
             try:
                 status, body = await self.get("/health", timeout_s)
@@ -414,10 +395,7 @@ class Upstream:
         return self._end.result() if known and self._end is not None else otherwise
 
     def send_away(self) -> int:
-        """Let the requests under way fail here, so that they go on elsewhere; return how many.
-
-        The worker stays: its end is not theirs to answer for.
-        """
+        """Fail the requests here, so that they move; return how many. The worker stays."""
         leaving = self._tasks - self._sent_away
         self._sent_away |= leaving
         for task in leaving:
@@ -466,10 +444,10 @@ _PROMPT_FIELDS = ("model", "cache_salt", "resume_tokens")
 async def fetch_kv(
     source: Upstream, body: Body, request_id: str, fetch: FetchKV, tenant: str = "", trace: str = ""
 ) -> tuple[dict[str, Any] | None, str]:
-    """Return the transfer params of what a worker has cached of a prompt, and the outcome.
+    """Return the transfer params of a worker's cached prefix, and the outcome.
 
-    It is waited for until computing the prompt would have been as quick. The outcome is "offered",
-    "nothing" where none of it is cached, or why it failed: "late", or a reason of `WorkerFailed`.
+    Waits no longer than computing the prompt would take. Outcomes: "offered", "nothing", "late", or
+    a reason of `WorkerFailed`.
     """
     try:
         async with asyncio.timeout(fetch.wait_ns / SECOND):

@@ -29,10 +29,7 @@ class ClientStalled(ConnectionResetError):
 
 
 class SSEWriter:
-    """A streamed response whose head is sent with its first bytes.
-
-    Until then the request can still be answered with a plain error.
-    """
+    """A streamed response; until its first bytes a plain error can still be sent."""
 
     def __init__(
         self,
@@ -41,13 +38,7 @@ class SSEWriter:
         client_timeout_s: float = 0.0,
         on_blocked: Callable[[int], None] | None = None,
     ) -> None:
-        """Answer a request.
-
-        Args:
-            headers: returns further ones once the head is sent.
-            client_timeout_s: that the client may take nothing of what waits for it; 0 for ever.
-            on_blocked: told the nanoseconds of each pause in which bytes waited for the client.
-        """
+        """Answer a request; `on_blocked` gets the nanoseconds of each pause of the client."""
         # nanoseconds in which bytes waited for the client, as looks at the connection's buffer
         # tell. What the client's kernel took and it did not read is not seen
         self.blocked_ns = 0
