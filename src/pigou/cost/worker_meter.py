@@ -1,13 +1,11 @@
 """The meter of one worker: its seconds, split among the requests it serves.
 
-Time is idle, prefill, decode, or both. A stream pays (KV bytes + W/B) / (all KV bytes + W) of a
-step: its own reads, and an equal part of the weights W, read once for the batch of B. Its toll, the
-marginal price, omits W/B. Prompts pay by computed tokens. Charged, idle and open time add up to the
-worker's.
+A stream pays (KV bytes + W/B) / (all KV bytes + W) of a step: its own reads, and an equal part of
+the weights W, read once for the batch of B. Its toll, the marginal price, omits W/B. Prompts pay by
+computed tokens. Charged, idle and open time add up to the worker's.
 
-Streams pay by two integrals over decode seconds t: A = int dt / (K + W), C = int (W/B) dt / (K +
-W), with K the tokens in the KV cache and W in tokens of KV. A stream of k tokens pays k dA + dC;
-its toll is k dA.
+With A = int dt / (K + W) and C = int (W/B) dt / (K + W) over decode seconds t, K the tokens in the
+KV cache and W in tokens of KV, a stream of k tokens pays k dA + dC; its toll is k dA.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class OnlineFit:
         return float(self._sums[WEIGHT])
 
     def observe(self, n: float, seconds: float, weight: float = 1.0, held: float = 0.0) -> None:
-        """Add a request's `seconds` with `n` on the worker; a certain one has `weight` 1."""
+        """Add a request's `seconds` among `n` that hold `held` tokens; a sure one weighs 1."""
         self.observe_all(
             *(np.array([value], dtype=np.float64) for value in (n, seconds, weight, held))
         )
@@ -265,7 +265,7 @@ def _best_absolute(bank: Bank, theta: Floats, n: Floats, seconds: Floats, weight
 
 
 def _bisquare(residual: Floats, weight: Floats) -> Floats:
-    """Return Tukey's weights; the scale is 1.4826 median absolute deviations."""
+    """Return Tukey's weights at a scale of 1.4826 median absolute deviations."""
     scale = max(1.4826 * _median(np.abs(residual), weight), SMALLEST_SCALE)
     return np.square(np.maximum(0.0, 1.0 - np.square(residual / (TUKEY * scale))))
 

@@ -98,7 +98,6 @@ def _inner_roots(servers: int, utilisation: float) -> NDArray[np.complex128]:
 
 @functools.lru_cache(maxsize=1024)
 def _turns(servers: int) -> NDArray[np.complex128]:
-    """Return the roots of unity but 1, shape (servers - 1,)."""
     turns: NDArray[np.complex128] = np.exp(2j * np.pi * np.arange(1, servers) / servers)
     return turns
 

@@ -193,10 +193,10 @@ def _solved(g: Floats, r: Floats, subset: int) -> tuple[float, float, float]:
 def minimise_all(
     gram: Floats, moment: Floats, scratch: Floats, best: Floats, errors: Floats
 ) -> None:
-    """Minimise x'Gx - 2 x'm over x >= 0 per pole, by trying each set of non-zero unknowns.
+    """Minimise x'Gx - 2 x'm over x >= 0, for gram (poles, 3, 3) and moment (poles, 3).
 
-    Shapes: gram (poles, 3, 3), moment (poles, 3), scratch (5, 3). Writes the minimisers to `best`
-    (poles, 3) and the minima to `errors` (poles,).
+    Tries each set of non-zero unknowns. `scratch` is (5, 3); `best` takes (poles, 3), `errors`
+    (poles,).
     """
     g, r, size = scratch[:3], scratch[3], scratch[4]  # of the columns of a design
     for k in range(gram.shape[0]):

@@ -1,4 +1,4 @@
-"""Messages between a request's lifecycle and its driver, partly the control plane's own."""
+"""Messages between a request's lifecycle and its driver: events in, effects out."""
 
 from __future__ import annotations
 

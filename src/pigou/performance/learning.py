@@ -117,8 +117,8 @@ class AffineRegression:
 class SpeedLearner:
     """Performance model of one pool, learned from its windows; limits are those of `prior`.
 
-    Prefill: seconds of a worker's prompts = base prompts + token tokens + pair pairs. Decode: ITL =
-    b + a n + e h, with n streams that hold h tokens. A sample halves in weight after `half_life_s`.
+    Prefill seconds = base prompts + token tokens + pair pairs; ITL = b + a n + e h, with n streams
+    of h tokens.
     """
 
     def __init__(
@@ -207,14 +207,9 @@ class SpeedLearner:
 class Corrections:
     """Observed over predicted speeds and waits of one pool, one factor per cause.
 
-    One mixed factor would add workers for a slow GPU and remove them for prefix hits.
-
-    - speed: seconds of warm workers over the model's for the same work;
-    - queueing: mean wait over the model's, where the pool is settled;
-    - overhead: residual TTFT where hardly anybody waits (legs, transfer, first step).
-
-    The gain is at most pi / 4 / (start-up time) a second: half the stability limit of an integrator
-    with that lag.
+    One mixed factor would add workers for a slow GPU and remove them for prefix hits. Overhead is
+    residual TTFT where hardly anybody waits. The gain is at most pi / 4 / (start-up time) a second,
+    half the stability limit of an integrator with that lag.
     """
 
     def __init__(self, times: ProvisioningTimes, gain_per_s: float = 0.005) -> None:

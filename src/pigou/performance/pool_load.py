@@ -4,37 +4,29 @@
 |---|---|
 | c | workers |
 | lambda | requests a second |
-| s_i, w_i | prefill seconds of class i on one worker, and the class's share |
-| S | prefill seconds over all classes |
+| s_i, w_i, o_i | prefill seconds of class i on one worker, its share, and its output tokens |
 | n | streams of one worker |
 | ITL(n) | seconds of a decode step of n streams |
-| o_j | output tokens of class j |
 | z | seconds a prompt takes from its worker's streams |
 | N | mean prompts per worker in a time |
-| ca2 | variance of interarrival times over their squared mean |
+| ca2, cv2 | squared variation of interarrival times, and of prefill seconds |
 
-Prompts wait in one queue for c servers. With Erlang's C and W = (1 + cv2) / 2 x the wait of M/M/c
-(Lee and Longton), P(wait > t) = C e^(-t C / W), so
+One queue for c servers: with Erlang's C and W = (1 + cv2) / 2 x the wait of M/M/c (Lee and
+Longton),
 
     P(TTFT <= t) = sum of w_i (1 - C e^(-(t - s_i) C / W)) over classes with s_i < t.
 
 Streams hold lambda o ITL(n) / c of a worker (Little); a class holds context by its tokens. On a
 mixed worker a prompt of k chunks takes z_i = s_i - k ITL(1) from the streams, and itself s_i + k
-(ITL(n) - ITL(1)). With rho = lambda E[z] / c tokens take ITL(n) / (1 - rho). The mean gap of a
-request of o_j tokens is inverse Gaussian: its life ends when work with drift 1 - rho reaches o_j
-ITL(n). Its variance is that of prompts in its life (`PromptWork`) over (o_j (1 - rho))^2, plus the
-neighbours', whose number varies (1 + ca2) / 2 times as for Poisson arrivals.
+(ITL(n) - ITL(1)). With rho = lambda E[z] / c tokens take ITL(n) / (1 - rho). A request's mean gap
+is inverse Gaussian: its life ends when work with drift 1 - rho reaches o_i ITL(n). Its variance is
+that of prompts in its life (`PromptWork`) over (o_i (1 - rho))^2, plus that of the neighbours'
+number, (1 + ca2) / 2 times that of Poisson arrivals. With probability C another prompt fills up the
+last chunk. Streams beyond the batch wait for a slot and count as outside.
 
-With probability C another prompt waits and fills up the last chunk, which lengthens the prompt.
-Streams beyond the batch wait for a slot and count as outside.
+A worker's prefill seconds vary by N Var[z] + Var[N] E[z]^2, by random or by equal splits:
 
-A worker's prefill seconds vary by N Var[z] + Var[N] E[z]^2. The least loaded worker takes each
-prompt:
-
-    Var[N] = min(N (1 + (ca2 - 1) / c), N ca2 / c + 1 / 6),
-
-random workers, or an equal split rounded to whole prompts. `split_load` covers local prefill in an
-overloaded prefill pool.
+    Var[N] = min(N (1 + (ca2 - 1) / c), N ca2 / c + 1 / 6).
 """
 
 from __future__ import annotations

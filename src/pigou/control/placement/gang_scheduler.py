@@ -1,10 +1,8 @@
 """The gang scheduler: which gangs run, which wait, and in what order they are placed.
 
-All or nothing: a gang has its minimum of every role, or nothing. The order is
-1. gangs below their minimum after a lost node, oldest first; while one is repairable, no others;
-2. fresh gangs, FCFS; one that fits may pass others, but none is passed over `max_passed` times;
-3. further replicas of gangs with their minimum, while nobody waits.
-The oldest broken gang takes GPUs of the youngest, so two halves never deadlock.
+All or nothing, first broken gangs (oldest first, with GPUs of the youngest broken one, so they
+never deadlock), then fresh gangs (FCFS; none is passed over `max_passed` times), then further
+replicas.
 """
 
 from __future__ import annotations

@@ -113,9 +113,8 @@ def tenants_limit(
 ) -> int:
     """Return how many of the `wanted` workers a planner may have for its tenants' load.
 
-    Tenant t has a part d_t of the load and a share s_t (by weight, 1 by default) of the M =
-    `max_workers`. Of N = `wanted` workers it gets at most its share: ceil(sum of min(N d_t, M
-    s_t)). `work` is the recent load by tenant, in any unit.
+    ceil(sum of min(N d_t, M s_t)), with N = `wanted`, M = `max_workers`, and tenant t's part d_t of
+    the load (`work`, any unit) and share s_t by weight (1 by default).
     """
     tenants = {name: weights.get(name, 1.0) for name in (*weights, *work)}
     total, load = sum(tenants.values()), sum(work.values())

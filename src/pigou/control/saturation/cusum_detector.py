@@ -143,10 +143,9 @@ class CusumDetector:
     """Sequential detection of waiting, self-calibrated.
 
     A first token gives x = log(1 + (ttft - e(tokens)) / m), with e the no-queue law (`UnloadedLaw`)
-    and m its mean over arriving prompts: e^x is 2 where a request waits as long as the mean one is
-    served. Means of x over `span` m drive a `Cusum` each at log(knee) and log(full). Heights follow
-    from `arl0` and the observed rate. Observations are standardised by their deviation while Below
-    (batch means).
+    and m its mean: e^x is 2 where a request waits as long as the mean one is served. Means of x
+    over `span` m, standardised by batch means while Below, drive a `Cusum` each at log(knee) and
+    log(full).
     """
 
     Params: ClassVar[type[msgspec.Struct]] = CusumConfig
@@ -306,11 +305,9 @@ def cusum_threshold(arl: float, shift: float) -> float:
 
 
 class Cusum:
-    """A switch that follows a series' mean across a reference, up and down.
+    """A switch on a series' mean: Page's CUSUM of `shift`/2 above against below a reference.
 
-    While off, Page's CUSUM tests "the mean is `shift`/2 above the reference" against as much below;
-    while on, the reverse. `sum`, in nats, restarts at 0 after a switch. One observation adds at
-    most 1/`min_observations` of the height, so outliers change nothing.
+    While on, it tests the reverse. One observation adds at most 1/`min_observations` of the height.
     """
 
     def __init__(self, reference: float, shift: float, min_observations: int = 4) -> None:

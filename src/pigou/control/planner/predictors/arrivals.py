@@ -157,11 +157,10 @@ class ArrivalRate(CalibratedPredictor):
 
 
 class Dispersion:
-    """Variance of counts over their mean, from successive differences.
+    """Variance of counts over their mean, from successive differences (von Neumann 1941).
 
     d = (n s' - n' s)^2 / (s s' (n + n')), for n arrivals in s seconds after n' in s', has mean 1
-    for constant Poisson rates and ignores slow drift (von Neumann 1941). d is capped at nine times
-    its mean: a step is no dispersion.
+    for constant Poisson rates. It is capped at nine times its mean: a step is no dispersion.
     """
 
     def __init__(self) -> None:

@@ -153,11 +153,7 @@ class ModelState:
     def _observe_backlog(
         self, pools: Sequence[PoolWindow], load: LoadWindow | None, lacks: bool
     ) -> float:
-        """Return requests a second that the largest pool backlog adds to the load.
-
-        max(B / T - max(throughput - lambda, 0), 0) for B requests, T = max(recovery_s, two
-        start-ups).
-        """
+        """Return max(B / T - max(throughput - lambda, 0), 0) of the pool with most backlog."""
         mix = self.band.estimate.mix
         self._is_backlogged = False
         if mix is None:
