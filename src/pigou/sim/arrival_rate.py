@@ -17,12 +17,12 @@ from pigou.control.planner import config as planner_config
 from pigou.request import SECOND
 from pigou.small_file import read_text
 
-#: Until the last arrival, and of a wait. Time passes for the control plane ten times a second, of
-#: idle days as well: a day takes seconds, a year the better part of an hour.
+#: Maximum seconds of a run, and of a wait. The control plane ticks ten times a second, on
+#: idle days as well: a day takes seconds, a year nearly an hour.
 MAX_SECONDS = planner_config.MAX_SECONDS
 #: Variations of gaps: a burst is about cv^2 requests at once, then nothing for as many.
 MIN_CV, MAX_CV = 1e-6, 1e3
-#: Gaps that are drawn together.
+#: Gaps drawn at once.
 _CHUNK = 1024
 #: Nanoseconds; later times are no integers of 64 bits.
 _FAR = 2.0**62
@@ -32,8 +32,8 @@ _FORMS = "requests a second (5), RATE@SECOND/... (5@0/15@120), or FILE.csv with 
 class RateSchedule(msgspec.Struct, frozen=True, kw_only=True):
     """An arrival rate that is constant in pieces; it is 0 before the first."""
 
-    seconds: tuple[float, ...]  # from the beginning, at which each piece starts; ascending
-    rates: tuple[float, ...]  # requests a second in each piece; the last one lasts for ever
+    seconds: tuple[float, ...]  # start of each piece from the beginning, ascending
+    rates: tuple[float, ...]  # requests per second in each piece; the last one never ends
 
     def __post_init__(self) -> None:
         for before, after in pairwise(self.seconds):

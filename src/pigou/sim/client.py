@@ -30,8 +30,8 @@ class ClientConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     pool: int = 0  # connections, and so requests at once; 0 for no limit
     take: Literal["fifo", "random", "lifo"] = "fifo"  # who takes a freed connection
-    barging: float = 0.0  # probability that the user who freed it takes it again before all of them
-    timeout: float = 0.0  # seconds after which an attempt is given up; 0 for never
+    barging: float = 0.0  # probability that its last user takes it again first
+    timeout: float = 0.0  # timeout of an attempt in seconds; 0 for none
     retries: int = 0  # further attempts after one that failed
     backoff: float = 0.5  # seconds before the first retry, doubled for each more; times 0.5 to 1
 

@@ -134,7 +134,7 @@ class FleetPlacer:
         return self.nodes[replica.host].location
 
 
-#: As the gateway's: time passes for the control plane so often.
+#: Tick interval of the control plane, as in the gateway.
 TICK = SECOND // 10
 _MS = 1_000_000
 
@@ -284,7 +284,7 @@ class SimulatedFleet:
 
     def remove(self, worker: FleetWorker, now: int) -> None:
         """A worker goes at once, for good; what runs there goes elsewhere."""
-        if worker.registered:  # so that it is not expected back
+        if worker.registered:  # so that its return is not expected
             self.dispatcher.observe(WorkerDraining(worker.name), now)
         legs = self._end_life(worker)
         worker.enter(None, now)

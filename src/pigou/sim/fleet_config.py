@@ -26,11 +26,11 @@ _MAX_GATEWAYS = 64
 class GatewaysConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Gateways in front of a simulated fleet."""
 
-    count: int = 1  # each with a control plane of its own
-    lag_s: float = 0.0  # seconds until a message reaches the other gateways
+    count: int = 1  # number of gateways, a control plane each
+    lag_s: float = 0.0  # seconds until other gateways receive a message
     loss: float = 0.0  # share of these messages that are lost
-    split: Literal["random", "tenant"] = "random"  # how requests are split over them
-    exchanges: bool = True  # whether they send one another what they route
+    split: Literal["random", "tenant"] = "random"  # how requests are split over gateways
+    exchanges: bool = True  # whether gateways exchange their bookings
 
     def __post_init__(self) -> None:
         check_bounds("count", self.count, ge=1, le=_MAX_GATEWAYS)
@@ -49,12 +49,12 @@ _MAX_FACTOR = 10**6  # of a step's time, and of losses an hour
 class StartUpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The start of a worker that joins while the fleet runs."""
 
-    seconds: float = 100.0  # mean time from the order to a worker that is ready
+    seconds: float = 100.0  # mean start-up time
     cv: float = 0.0  # standard deviation of that time over its mean, lognormal; 0 for a constant
     failures: float = 0.0  # share of starts that fail, at their end; the next follows at once
     warm_up_s: float = 0.0  # seconds of slower steps after the start
     warm_up_factor: float = 1.0  # at least 1
-    losses_per_hour: float = 0.0  # of one such worker, as of spot machines: it dies for good
+    losses_per_hour: float = 0.0  # rate per worker, as of spot machines; deaths are final
 
     def __post_init__(self) -> None:
         for name in ("seconds", "warm_up_s"):
@@ -73,7 +73,7 @@ class StartUpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 class RoleFlipConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A change of role."""
 
-    drains: bool = True  # end its streams first; else the role is a label, at once
+    drains: bool = True  # finish streams first; else the role changes at once
     seconds: float = 0.0
     keeps_cache: bool = True  # whether the prefix cache survives
 
@@ -123,8 +123,8 @@ _MAX_HOSTS = 10_000
 class DistanceLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The way between two workers of a distance class."""
 
-    gbps: float  # gigabits a second that one transfer gets at most
-    latency_us: float  # microseconds until the first byte arrives
+    gbps: float  # maximum Gb/s of one transfer
+    latency_us: float  # microseconds to the first byte
 
     def __post_init__(self) -> None:
         if not 0.0 < self.gbps < math.inf or not 0.0 <= self.latency_us < math.inf:
@@ -159,7 +159,7 @@ class TopologyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     hosts: tuple[HostGroup, ...]
     placement: Literal["cost", "random"] = "cost"  # cost: all as one gang
-    pack: Pack | None = None  # how near to each other the workers must be
+    pack: Pack | None = None  # required proximity of the workers
     host: DistanceLink = DistanceLink(gbps=1600.0, latency_us=10.0)
     rack: DistanceLink = DistanceLink(gbps=400.0, latency_us=200.0)
     zone: DistanceLink = DistanceLink(gbps=100.0, latency_us=300.0)
@@ -232,19 +232,19 @@ class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     role: Role = Role.BOTH
     count: int = 1
-    gpu: str = ""  # in place of `--gpu`; "" for that
-    tp: int = 0  # in place of `--tp`; 0 for that
-    timing: str = ""  # in place of `--timing`; "" for that
-    blocks: int = 0  # KV blocks of each, in place of `--blocks`; 0 for that
+    gpu: str = ""  # overrides `--gpu`; "" for none
+    tp: int = 0  # overrides `--tp`; 0 for none
+    timing: str = ""  # overrides `--timing`; "" for none
+    blocks: int = 0  # KV blocks of each; overrides `--blocks`; 0 for none
     block_size: int = 16  # tokens in a block
-    max_seqs: int = 0  # in place of `--max-seqs`; 0 for that
-    max_batched_tokens: int = 0  # in place of `--max-batched-tokens`; 0 for that
-    prefix_caching: bool = True  # whether prefixes are kept
-    tiers: tuple[TierConfig, ...] = ()  # nearest first, in place of `--tier`
-    events: bool = True  # whether they publish KV events; if not, what they hold is predicted
-    starts: float = 0.0  # seconds after which they are up
-    slow: tuple[Slow, ...] = ()  # when they are slower than they should be
-    fails: tuple[Outage, ...] = ()  # when they are dead
+    max_seqs: int = 0  # overrides `--max-seqs`; 0 for none
+    max_batched_tokens: int = 0  # overrides `--max-batched-tokens`; 0 for none
+    prefix_caching: bool = True  # whether to cache prefixes
+    tiers: tuple[TierConfig, ...] = ()  # nearest first; overrides `--tier`
+    events: bool = True  # whether workers publish KV events; else the gateway predicts
+    starts: float = 0.0  # seconds until they are up
+    slow: tuple[Slow, ...] = ()  # periods of slowness
+    fails: tuple[Outage, ...] = ()  # outages
 
     def __post_init__(self) -> None:
         for name, minimum in (
@@ -260,14 +260,14 @@ class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class Signals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How late, and how completely, the control plane hears from workers."""
 
-    event_delay_ms: float = 0.0  # milliseconds that KV events take
-    event_loss: float = 0.0  # part of the batches of KV events that are lost
+    event_delay_ms: float = 0.0  # delay of KV events in ms
+    event_loss: float = 0.0  # share of KV event batches lost
     # whether lost batches are sent again when the next arrives; if not, all that was known of the
     # worker's cache is forgotten then.
     replay: bool = True
-    report_every_ms: float = 1000.0  # between two load reports of a worker; 0 for none
-    report_delay_ms: float = 0.0  # milliseconds that they take
-    report_loss: float = 0.0  # part of them that are lost; the control plane goes by the one before
+    report_every_ms: float = 1000.0  # interval of load reports in ms; 0 for none
+    report_delay_ms: float = 0.0  # delay of load reports in ms
+    report_loss: float = 0.0  # share of load reports lost
 
     def __post_init__(self) -> None:
         for name in ("event_delay_ms", "report_every_ms", "report_delay_ms"):
@@ -286,13 +286,13 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     workers: tuple[WorkerGroup, ...]
     link: LinkConfig = LinkConfig()
     signals: Signals = Signals()
-    overhead_ms: float | None = None  # from client to worker; None: that of the timing law
+    overhead_ms: float | None = None  # ms from client to worker; None uses the timing law's
     leg_ms: float = 0.0  # each leg takes besides: the request to its engine, its first token back
-    detect_ms: float = 0.0  # until a death is noticed; requests sent there fail at once meanwhile
-    lease_s: float = 30.0  # seconds that a prompt's blocks are kept for a worker
+    detect_ms: float = 0.0  # ms until a death is noticed; requests sent there fail at once
+    lease_s: float = 30.0  # seconds that prefill workers hold a prompt's blocks
     start_up: StartUpConfig = StartUpConfig()
     flip: RoleFlipConfig = RoleFlipConfig()
-    drain_s: float = 0.0  # seconds after which streams of a draining worker migrate; 0 for never
+    drain_s: float = 0.0  # seconds until a draining worker's streams migrate; 0 never
     gateways: GatewaysConfig = GatewaysConfig()
     topology: TopologyConfig | None = None  # None where all workers are equally far apart
 

@@ -37,7 +37,7 @@ _KEY = -1
 #: Gateways publish so often within the time that a message takes.
 _PER_LAG = 5
 
-#: Does what control planes decide: a call that returns decisions, and the time.
+#: Applies a call's decisions, at a time.
 Take = Callable[[Callable[[], Sequence[Decision]], int], None]
 
 
@@ -110,7 +110,7 @@ class SimulatedGateways:
                 for gateway in range(len(self.planes)):
                     self._changed(gateway, now)
             return decisions
-        if request not in self._gateway:  # it never reached one
+        if request not in self._gateway:  # it never reached a gateway
             return ()
         gateway = self._gateway[request]
         if isinstance(observation, Ended):

@@ -24,17 +24,17 @@ class Gpu:
     """One device."""
 
     name: str
-    flops: Mapping[str, float] = field(hash=False)  # FLOP/s at most, by number format
-    bandwidth: float  # bytes a second from its memory at most
-    memory: int  # bytes of its memory, as the driver reports them
-    link_bandwidth: float  # bytes a second to another device of its node, one way
-    link_latency: float  # seconds until the first byte arrives there, software included
-    compute: float  # part of `flops` that large matrix products reach
-    streaming: float  # part of `bandwidth` that reading weights reaches
-    cache: float  # part of `bandwidth` that reading the KV cache of many short sequences reaches
-    attention: float  # part of `flops` that attention over prompts reaches
-    launch: float = 2e-6  # seconds that a kernel adds to its work, within a CUDA graph
-    step: float = 0.0  # seconds that a step adds besides
+    flops: Mapping[str, float] = field(hash=False)  # peak FLOP/s by dtype
+    bandwidth: float  # peak memory bandwidth in bytes/s
+    memory: int  # memory in bytes, as the driver reports it
+    link_bandwidth: float  # bytes/s to another device of its node, one way
+    link_latency: float  # seconds to the first byte, software included
+    compute: float  # share of `flops` reached by large matrix products
+    streaming: float  # share of `bandwidth` reached reading weights
+    cache: float  # share of `bandwidth` reached reading KV of many short sequences
+    attention: float  # share of `flops` reached by attention over prompts
+    launch: float = 2e-6  # launch seconds of a kernel in a CUDA graph
+    step: float = 0.0  # fixed seconds per step
     source: str = ""
     link_gpus: int = 8  # GPUs of an NVLink domain, or the PCIe slots of a host
 
@@ -72,7 +72,7 @@ class _GpuRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     tflops: dict[str, float]  # dense, by number format
     gb_s: float
     memory_gib: float = 0.0
-    memory_bytes: int = 0  # in place of it
+    memory_bytes: int = 0  # overrides `memory_gib`
     link_gb_s: float  # one way; of PCIe with 16 lanes about 80% arrive
     link_latency_s: float
     link_gpus: int = 8

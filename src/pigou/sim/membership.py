@@ -33,10 +33,10 @@ _DEFAULTS = {"count": 1, "starts": 0.0, "slow": (), "fails": ()}
 class WorkerPool:
     """Workers of one role that run on the same."""
 
-    name: str  # the role, with a number where several pools have it
+    name: str  # the role, numbered if several pools share it
     role: Role
-    spec: WorkerSpec  # of those that are added: they neither fail nor are slow at set times
-    make: WorkerGroup  # the group without its role; pools of the same can exchange workers
+    spec: WorkerSpec  # spec of added workers, without scheduled failures
+    make: WorkerGroup  # the group without its role; equal groups can exchange workers
 
 
 @dataclass(frozen=True, slots=True)

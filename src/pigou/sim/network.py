@@ -50,9 +50,9 @@ class LinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class Way:
     """What lies between two workers beside their own links."""
 
-    nanos_per_byte: float  # that a transfer takes at least
-    latency_ns: int  # until the first byte arrives, in place of the link's
-    own_links: bool = True  # whether it goes over the links of the workers, too
+    nanos_per_byte: float  # minimum ns per byte of a transfer
+    latency_ns: int  # ns to the first byte; overrides the link's
+    own_links: bool = True  # whether it also uses the workers' links
 
 
 @dataclass(slots=True, eq=False)

@@ -27,7 +27,7 @@ class RunOutcome(StrEnum):
     FAILED = "failed"
 
 
-#: What the client makes of the end of an attempt.
+#: Attempt outcome to client result.
 CLIENT_OUTCOMES = dict.fromkeys(RequestOutcome, RunOutcome.FAILED) | {
     RequestOutcome.DONE: RunOutcome.DONE,
     RequestOutcome.SHED: RunOutcome.SHED,

@@ -20,7 +20,7 @@ from pigou.sim.request_run import RequestRun, RunOutcome
 from pigou.sim.streams import ITLHistogram
 from pigou.windows.builder import PERCENTILE_NAMES, PERCENTILES, latency_summary
 
-#: Of a simulation without any.
+#: For simulations without an objective.
 NO_OBJECTIVES = Objectives()
 
 
@@ -67,7 +67,7 @@ class SimulationResult:
     itl: ITLHistogram  # gaps between the tokens of streams
     begin_ns: int
     end_ns: int
-    wall_s: float  # seconds that it took to compute
+    wall_s: float  # wall-clock seconds of the simulation
     assessments: Sequence[PoAEstimate]  # estimates of the Price of Anarchy
     placements: Sequence[Placement]  # solved caching games
     caching: dict[str, float | int | None]  # use of the workers' memory (`CacheMonitor.summary`)
@@ -76,9 +76,9 @@ class SimulationResult:
     transfers: tuple[int, int]  # (number, bytes) of KV between workers
     reads: tuple[int, int, int] = (0, 0, 0)  # remote KV fetches: count, tokens, failed
     objectives: Objectives = NO_OBJECTIVES
-    planner: dict[str, Any] | None = None  # what it did; None without one
-    gateways: dict[str, Any] | None = None  # how several of them went; None for one
-    bill: FleetBill | None = None  # what the fleet costs; None without prices
+    planner: dict[str, Any] | None = None  # planner log; None without a planner
+    gateways: dict[str, Any] | None = None  # gateway figures; None for one gateway
+    bill: FleetBill | None = None  # fleet costs; None without prices
 
     @property
     def done(self) -> list[RequestRun]:

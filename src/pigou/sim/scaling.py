@@ -123,10 +123,10 @@ def settle_seconds(
 class ScaledFleet:
     """A fleet of one model that a planner changes."""
 
-    prefix: str  # of the names of its pools and workers before the planner; "" where it is alone
+    prefix: str  # prefix of pool and worker names for the planner; "" if alone
     membership: Membership
     meter: WindowMeter
-    arrivals: OfferedRate  # the arrival rate, by which moves are judged
+    arrivals: OfferedRate  # arrival rate for judging moves
     moves: list[ScalingMove] = field(default_factory=list)  # of its workers, in order
 
     def own_name(self, name: str) -> str | None:

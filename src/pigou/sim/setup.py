@@ -16,7 +16,7 @@ from pigou.kv.tier_config import TierOption
 class TierConfig(TierOption, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A tier of a worker, and its link to the one above."""
 
-    gbps: float = 200.0  # gigabits a second, each way; moves take their turns
+    gbps: float = 200.0  # Gb/s each way; transfers are serialised
     latency_us: float = 20.0  # microseconds until the first byte
 
     def __post_init__(self) -> None:

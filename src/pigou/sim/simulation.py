@@ -43,7 +43,7 @@ from pigou.sim.worker import MAX_STEPS
 from pigou.sim.worker_spec import FleetWorker, WorkerSpec, measure_speeds
 from pigou.sim.workload import ClosedLoop, OpenLoop, RequestLengths, renewal
 
-#: Events between two reports of the progress.
+#: Events between progress reports.
 _REPORT_EVENTS = 4096
 #: Threshold of the garbage collector: a run leaves next to no cycles.
 _GARBAGE = 50_000

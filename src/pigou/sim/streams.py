@@ -25,7 +25,7 @@ class Streams:
         self._awaits_first: Flags = np.zeros(rows, dtype=np.bool_)
         self._first_rows: Ints = np.zeros(rows, dtype=np.int32)  # an output of the kernel
         self._slots: Counts = np.full(rows, -1, dtype=np.int64)  # of the attempts in the rows
-        self._awaiting = 0  # rows that wait for their first token
+        self._awaiting = 0  # rows without a first token
         self.unpublished = False
 
     def occupy(self, leg: Leg, row: int) -> None:

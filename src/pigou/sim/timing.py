@@ -27,10 +27,10 @@ from pigou.sim.gpus import Gpu
 class StepShape(msgspec.Struct):
     """What one step computes; entry i is one sequence."""
 
-    counts: Ints  # tokens that it computes, shape (n,); 1 for a decode
-    kv_lens: Ints  # its cache entries before the step, shape (n,)
-    samples: np.ndarray  # whether it yields a token, shape (n,)
-    step_key: StepKey | None = None  # of the (first) step's random variation; None: the mean
+    counts: Ints  # tokens to compute, shape (n,); 1 for a decode
+    kv_lens: Ints  # cached tokens before the step, shape (n,)
+    samples: np.ndarray  # whether a token is sampled, shape (n,)
+    step_key: StepKey | None = None  # key of the first step's noise; None: the mean
 
     @property
     def tokens(self) -> int:
@@ -42,7 +42,10 @@ class Timing(Protocol):
     """Seconds of computation, as integer nanoseconds."""
 
     def durations(self, batch: StepShape, repeat: int) -> Nanos:
-        """Return the nanoseconds of `repeat` steps, (repeat,), equal to as many single calls."""
+        """Return the nanoseconds of `repeat` steps, (repeat,), equal to as many single calls.
+
+        Step i has i times `counts` more cached tokens.
+        """
         ...
 
 
@@ -64,7 +67,7 @@ class StepKey(NamedTuple):
     """Key of the random variation of a worker's step, and of the steps after it."""
 
     key: int
-    step: int  # steps that it computed before
+    step: int  # steps computed before
     age: int  # decode-only steps of the same sequences right before
 
     def uniforms(self, repeat: int) -> NDArray[np.float64]:
@@ -150,13 +153,13 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """
 
     itl_a: float
-    itl_b: float = 0.0  # more for each sequence that decodes
-    few: int = 0  # sequences up to which a step takes `itl_few` instead of both; 0 for none
-    itl_few: float = 0.0  # of a step with so few: engines run those by other kernels
-    prefill: float = 0.0  # of each prompt whose first token is computed in the step
-    prefill_token: float = 0.0  # of each token of a prompt
+    itl_b: float = 0.0  # per sequence that decodes
+    few: int = 0  # up to so many sequences a step takes `itl_few`; 0 for none
+    itl_few: float = 0.0  # seconds of such a step: engines use other kernels
+    prefill: float = 0.0  # per prompt begun in the step
+    prefill_token: float = 0.0  # per prompt token
     mixed: float | None = None  # `prefill` of a step that decodes as well; None: the same
-    overhead: float = 0.0  # latency from the client to the worker; no other request waits for it
+    overhead: float = 0.0  # latency from client to worker; blocks no other request
 
     def __post_init__(self) -> None:
         for name in ("itl_b", "prefill", "prefill_token", "mixed", "overhead"):

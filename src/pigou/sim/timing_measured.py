@@ -18,7 +18,7 @@ from pigou.request import SECOND, Nanos
 from pigou.sim.timing import StepKey, StepShape
 from pigou.small_file import read_bytes
 
-#: Of the file; changes when a key changes its meaning.
+#: File format version; changes when a key's meaning does.
 FORMAT = 2
 
 TimeCurve = tuple[tuple[int, float], ...]
@@ -42,15 +42,15 @@ class WorkerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     prompts: TimeCurve  # (tokens, seconds), the first at 0: what prompts add to a step
     cache: TimeCurve = ((0, 0.0),)  # (cache entries, seconds), the first at 0, of decodes
     alone: float = 0.0
-    context: float = 0.0  # of each cache entry that a token of a prompt reads
+    context: float = 0.0  # seconds per cache entry read by prompt tokens
     prompt: float = 0.0
-    overhead: float = 0.0  # seconds to the first token besides steps; latency only
+    overhead: float = 0.0  # seconds to the first token besides steps
     rhythm: VariationTable = ()  # (sequences, seconds more by step of a plan), sum 0
     scatter: VariationTable = ()  # (sequences, equally likely factors, rising), mean 1
-    blocks: int = 0  # of the worker's KV cache; 0 where it did not say
-    block_size: int = 0  # tokens in each; 0 where it did not say
+    blocks: int = 0  # KV blocks of the worker; 0 if unknown
+    block_size: int = 0  # tokens per block; 0 if unknown
     format: int = FORMAT
-    about: dict[str, Any] = {}  # what was measured, and how well these figures fit: not read
+    about: dict[str, Any] = {}  # what was measured, and the fit's quality; not read
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:

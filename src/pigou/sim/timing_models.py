@@ -24,7 +24,7 @@ class BuiltTiming:
 
     timing: Timing
     overhead_s: float = 0.0  # seconds from the client to a worker
-    kv_tokens: int = 0  # of the KV cache of the worker that was measured; 0 where not known
+    kv_tokens: int = 0  # KV tokens of the measured worker; 0 if unknown
     worker: tuple[str, str, int] | None = None  # model, GPU and tp of a preset's worker
 
 
@@ -36,7 +36,7 @@ def build_timing(text: str, model: str, gpu: str, tp: int, kv_dtype: str = "") -
     """
     check_bounds("tp", tp, ge=1)
     if gpu:
-        find_gpu(gpu)  # a law does not look at it, and what is misspelt is refused all the same
+        find_gpu(gpu)  # a law ignores it, but a misspelt name is refused
     name, _, rest = text.partition(":")
     if name == "law":
         return _law(rest)

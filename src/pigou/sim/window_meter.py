@@ -51,8 +51,8 @@ class WindowMeter:
         self._objectives, self._model = objectives, model
         self._load_meter = LoadMeter(objectives, model)
         self._builder = PlannerWindowBuilder(EPOCH)
-        self._known = 0  # of the client's runs
-        self._tokens: dict[int, int] = {}  # output tokens of the open ones, at the last window
+        self._known = 0  # index into the client's runs
+        self._tokens: dict[int, int] = {}  # output tokens of open requests at the last window
         self._open: dict[int, RequestRun] = {}
         self._progress: dict[str, _Progress] = {}
 

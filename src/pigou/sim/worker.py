@@ -88,7 +88,7 @@ class SimWorker:
         self._yield_rows: Ints = _NO_ROWS  # rows that yield a token in each of its steps, if many
         self._end_times: Nanos = _NO_TIMES
         self._begin_ns = self._end_step = 0
-        self._first_end_ns = 0  # of its first step
+        self._first_end_ns = 0  # end of the plan's first step, ns
         self._many_chunks = False  # whether the plan under way computes several chunks
         self._version, self._planned = 0, False
         self._events: list[KVEvent] = []

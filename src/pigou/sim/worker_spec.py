@@ -33,19 +33,19 @@ from pigou.windows.planner_window import WorkerState
 class WorkerSpec:
     """What the workers of a group run on."""
 
-    group: WorkerGroup  # of the fleet's configuration
-    engine: EngineConfig  # limits of their cores
+    group: WorkerGroup  # group in the fleet's configuration
+    engine: EngineConfig  # engine limits
     timing: Timing
-    kv_bytes: int  # of one token's KV
+    kv_bytes: int  # KV bytes per token
     ahead: bool = False  # whether a step is planned when the one before begins
     tiers: tuple[TierConfig, ...] = ()  # beyond the device
     # seconds to compute a block.
     recompute_cost: RecomputeCost = field(default_factory=RecomputeCost)
     recall: bool = True  # whether blocks are brought back before a session is expected
-    layout: str = ""  # of its cache, for workers that may read it; "" for none
-    rehearsed: tuple[Rehearsed, ...] = ()  # speeds that it measures before it is ready
+    layout: str = ""  # KV layout for remote reads; "" for none
+    rehearsed: tuple[Rehearsed, ...] = ()  # speeds measured before it is ready
     gpus: int = 1
-    kv_heads: int = 0  # of its model; 0 where that is not known
+    kv_heads: int = 0  # KV heads of its model; 0 if unknown
 
     def make_tiers(self) -> Tiers | None:
         """Return new, empty tiers of one worker; None where it has none."""
@@ -66,17 +66,17 @@ class FleetWorker:
     info: Worker
     spec: WorkerSpec
     sim: SimWorker | None = None  # the live worker; None while it is dead
-    registered: bool = False  # whether the control plane takes it for alive
+    registered: bool = False  # whether the control plane counts it as alive
     missed_events: list[KVEvent] = field(default_factory=list)  # lost since the last arrived
-    past_totals: tuple[int, int, int, int] = (0, 0, 0, 0)  # `totals` of its earlier lives
+    past_totals: tuple[int, int, int, int] = (0, 0, 0, 0)  # `totals` before restarts
     held_ids: set[str] = field(default_factory=set)  # ids under which it holds blocks for others
-    pool: str = ""  # name of the pool that it is in
-    state: WorkerState | None = WorkerState.STARTING  # of its life; None once it is gone for good
+    pool: str = ""  # name of its pool
+    state: WorkerState | None = WorkerState.STARTING  # lifecycle state; None once gone for good
     since_ns: int = EPOCH  # when that state began
     # nanoseconds of its GPUs by role and state, added up over them.
     gpu_ns: Counter[tuple[Role, WorkerState]] = field(default_factory=Counter)
     failed_starts: int = 0  # in a row
-    epoch: int = 0  # how often its role has changed
+    epoch: int = 0  # count of role changes
 
     def enter(self, state: WorkerState | None, now: int) -> None:
         """Count the time of its state until now, and begin another one."""

@@ -30,10 +30,10 @@ class RequestSpec:
 
     prompt_tokens: int  # tokens of the prompt, at least 1
     output_tokens: int  # tokens to generate, at least 1
-    block_ids: tuple[int, ...] = ()  # of the prompt; empty where it shares none
+    block_ids: tuple[int, ...] = ()  # block ids of the prompt; empty if none are shared
     hash_scope: int = 0
     block_tokens: float = 1.0
-    think_ns: int = 0  # from the end of the session's last request to this one
+    think_ns: int = 0  # ns after the session's last request
     tenant: str = ""
 
 
@@ -51,7 +51,7 @@ class OpenLoop:
 
     sessions: Sequence[RequestSession]  # in the order of their starts
     concurrency: int = 0  # sessions at once, where starts do not count; 0 where they do
-    rates: tuple[RateSchedule, ...] = ()  # of the starts, by part; empty where not drawn
+    rates: tuple[RateSchedule, ...] = ()  # rates of starts by part; empty if not drawn
 
     def __post_init__(self) -> None:
         if not any(session.requests for session in self.sessions):
@@ -122,11 +122,11 @@ class ClosedLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     lengths: RequestLengths
     phases: tuple[tuple[int, float], ...]  # (users, seconds) one after another
-    ramp: float = 0.0  # seconds in which the users of the first phase start, evenly, before it
+    ramp: float = 0.0  # seconds over which the first phase's users start
     drain: bool = True  # wait for requests under way at the end; else they do not count
     barrier: float = 0.0  # seconds of a chunk, after which all wait for all; 0 for none
     think: float = 0.0  # seconds between two requests of a user
-    requests: int = 0  # that are sent at most; 0 for no limit
+    requests: int = 0  # maximum requests; 0 for no limit
 
     def __post_init__(self) -> None:
         for users, seconds in self.phases:

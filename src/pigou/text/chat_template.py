@@ -114,9 +114,9 @@ def _now(form: str) -> str:
 #: Marks the end of a final message that is to be continued. Its own trailing space shows whether
 #: the template trims messages.
 _END = "CONTINUE_FINAL_MESSAGE_TAG "
-#: What OpenAI's newer clients call the role `system`.
+#: OpenAI's newer name of the role `system`.
 _DEVELOPER = "developer"
-#: Names under which a message's reasoning may come; templates read the first, gpt-oss's the second.
+#: Fields of a message's reasoning; templates read the first, gpt-oss's the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 #: The template for most chats; those for chats with a variable are named after their use.
 _DEFAULT = "default"
@@ -298,7 +298,7 @@ def _within(text: str, final: str) -> str:
 
 #: Tests by which a template tells a string from a list.
 _KIND_TESTS = {"string", "iterable", "sequence", "mapping"}
-#: Filters and methods that only an object has.
+#: Filters and methods of objects only.
 _WALKS = {"items", "dictsort", "keys", "values"}
 #: Filters that keep a list a list; `content | trim` is text.
 _KEEP = {"list", "reverse", "default", "d"}

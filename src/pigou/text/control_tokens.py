@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from pigou.text.chat_template import ChatError
 
-#: Times that a text is looked through again for tokens that only normalization shows.
+#: Maximum passes over a text for tokens revealed by normalization.
 _ROUNDS = 8
 
 
@@ -27,7 +27,7 @@ class ControlTokens:
         added = backend.get_added_tokens_decoder()
         own = {i: token for i, token in added.items() if token.special or i in end_tokens}
         texts = sorted({t.content for t in own.values() if len(t.content) > 1}, key=len)
-        self.mark = f"MARK{secrets.token_hex(12)}MARK"  # which survives JSON, and nobody guesses
+        self.mark = f"MARK{secrets.token_hex(12)}MARK"  # survives JSON, and is unguessable
         self._backend = backend
         self._ids = frozenset(own)
         self._pattern = re.compile("|".join(map(re.escape, reversed(texts)))) if texts else None

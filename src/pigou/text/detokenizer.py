@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from pigou.text.vocabulary import Vocabulary
 
-#: Tokens at most that may belong to one incomplete character.
+#: Maximum tokens of one incomplete character.
 _MAX_PENDING_TOKENS = 16
 
 

@@ -14,7 +14,7 @@ from pigou.small_file import MAX_TOKENIZER, parse_json, read_bytes, read_json, r
 
 log = logging.getLogger(__name__)
 
-#: Properties of an added token, and what holds where a file does not say.
+#: Properties of an added token, with defaults.
 _PROPERTIES = {"special": False, "lstrip": False, "rstrip": False, "single_word": False,
                "normalized": False}  # fmt: skip
 

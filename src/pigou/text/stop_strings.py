@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class StopMatch:
     """A stop string was completed."""
 
-    text: str  # what may still be shown: up to the stop string, or with it where it is included
+    text: str  # final text: up to the stop string, or with it if included
     stop: str
 
 

@@ -8,15 +8,15 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
-#: Where a call that says its name first has its arguments.
+#: Key of the arguments, after the name.
 _HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{\[])',
     re.DOTALL,
 )
-#: The first key of an object, or what stands in its place.
+#: First key of an object, or its replacement.
 _FIRST = re.compile(r'\s*\{\s*(?:"((?:[^"\\]|\\.)*)"|([^\s"]))', re.DOTALL)
 _KEYS = {"name", "arguments", "parameters", "type", "id", "function"}
-#: Characters within which a name is looked for before the object is whole.
+#: Characters searched for a name before the object is complete.
 _HEAD_LENGTH = 4096
 _SCALAR_ENDS = ",]} \t\r\n"
 
@@ -96,9 +96,9 @@ class CallReader:
         self._tail: JsonEnd | None = None
         self.done = False  # the object has ended
         self.begun = False  # the name is known
-        self.failed = False  # it is no call; `text` is what came
-        self.is_json = False  # a quoted key is in the place of an object's first
-        self.text = ""  # before the name was known
+        self.failed = False  # it is no call; `text` is the input so far
+        self.is_json = False  # the first key is quoted
+        self.text = ""  # text before the name was known
 
     def feed(self, text: str) -> tuple[list[Event], str]:
         """Take a piece; return what it means, and what of it comes after the object."""
@@ -172,9 +172,9 @@ def _loaded(text: str) -> object:
 
 ParserName = Literal["hermes", "llama3_json", "mistral"]
 PARSERS: tuple[ParserName, ...] = ("hermes", "llama3_json", "mistral")
-#: What begins and ends a model's reasoning, in which nothing is a call.
+#: Begin and end of reasoning, which has no calls.
 REASONING: Mapping[str, str] = {"<think>": "</think>", "[THINK]": "[/THINK]"}
-#: Tokens that a format's markup consists of; they are shown to its parser.
+#: Markup tokens of a format, shown to its parser.
 MARKUP: Mapping[str, tuple[str, ...]] = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "llama3_json": ("<|python_tag|>",),

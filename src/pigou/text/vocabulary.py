@@ -18,10 +18,10 @@ class Vocabulary:
     """Bytes of the tokens."""
 
     tokens: tuple[bytes | None, ...]  # bytes by token id; None where the id has no token
-    special: frozenset[int]  # ids of control tokens (begin, end, roles), which text does not show
+    special: frozenset[int]  # ids of control tokens (begin, end, roles), hidden in text
     # bytes of tokens that differ at the beginning of a text.
     starts: Mapping[int, bytes] = field(default_factory=dict)
-    strip: bytes = b""  # bytes that the beginning of a text loses, each once, in this order
+    strip: bytes = b""  # bytes stripped at the start of a text, each once, in this order
     # decodes a list of ids where tokens do not stand for bytes one by one; else None.
     whole: Callable[[list[int]], str] | None = None
 
@@ -75,7 +75,7 @@ def _text(token: bytes | None) -> str | None:
         return None
 
 
-#: A token's text, or bytes that need not be whole characters.
+#: A token's text, or bytes, maybe of a partial character.
 Piece: TypeAlias = str | bytes
 #: From a token's piece, and whether it is the first of the text, to its next piece.
 Step: TypeAlias = Callable[[Piece, bool], Piece]
@@ -97,7 +97,7 @@ class Chain:
     """Decoders that can be applied to one token after the other."""
 
     steps: tuple[Step, ...]  # in order
-    strip: bytes = b""  # what the beginning of the whole text loses (see `Vocabulary.strip`)
+    strip: bytes = b""  # stripped at the start (see `Vocabulary.strip`)
 
     def decode(self, name: str, first: bool) -> bytes:
         """Return a token's bytes, at the beginning of a text or later."""

@@ -14,10 +14,10 @@ from aiohttp import HttpVersion11, web
 
 from pigou.wire.errors import APIError, bad_request, too_large
 
-#: Bytes that a holder may have however full the budget is, so that small replies are served.
+#: Bytes per holder beyond the budget, so that small replies are served.
 FREE_BYTES = 64 * 1024
 _SHARE = 0.5
-#: Bytes of a page that a worker shows of itself, and of a list that an API server answers with.
+#: Maximum bytes of a worker's page, and of an API server's list.
 MAX_PAGE_BYTES, MAX_LIST_BYTES = 2**23, 2**26
 
 
@@ -88,9 +88,9 @@ class ByteReservation:
         self.close()
 
 
-#: Replies, events and pages of workers and other servers that this process holds.
+#: Replies, events and pages of other servers, held by this process.
 REPLIES = ByteBudget(256 * 2**20)
-#: Bodies of requests that this process holds.
+#: Request bodies held by this process.
 BODIES = ByteBudget(512 * 2**20)
 
 
@@ -116,9 +116,9 @@ async def read_page(response: aiohttp.ClientResponse, max_bytes: int = MAX_PAGE_
 
 
 _JSON = "application/json"
-#: Seconds that a body may take, besides what its size takes at the least rate.
+#: Seconds for a body, plus its size at the minimum rate.
 _GRACE_S = 15.0
-#: Bytes a second, at least, that a client must send.
+#: Minimum bytes/s that a client must send.
 _MIN_BYTES_PER_S = 16 * 1024
 
 
@@ -208,7 +208,7 @@ async def _expected(request: web.Request) -> None:
 
 
 _THREADS = 2
-#: Pieces of work of one tenant that may wait; more are answered 429.
+#: Maximum queued jobs per tenant; more are answered 429.
 _MAX_WAITING = 64
 _T = TypeVar("_T")
 

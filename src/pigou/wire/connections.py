@@ -18,13 +18,13 @@ from pigou.wire.request_validation import REQUEST_ID_HEADER, new_request_id, rep
 
 _log = logging.getLogger("pigou.http")
 
-#: Descriptors that are left for files, workers and event sockets.
+#: File descriptors reserved for files, workers and event sockets.
 _OTHER_DESCRIPTORS = 128
-#: Below so many, there is a warning.
+#: Warn below this cap.
 _FEW_DESCRIPTORS = 4096
 #: Connections above the cap for health probes and keyed requests, as a share of the cap.
 _RESERVE_SHARE = 16
-#: Seconds after which a client that has closed its sending side is asked whether it still reads.
+#: Seconds until a half-closed client is probed for reading.
 _PROBES_S = (0.5, 5.0, 20.0)
 _LOOK_S = 0.25
 #: `TCP_INFO` state of a connection that was reset.
@@ -37,15 +37,15 @@ _COMMENT = b"3\r\n:\n\n\r\n"
 class ConnectionLimits:
     """Limits of a server's connections; times in seconds."""
 
-    max_connections: int = 0  # connections at once; 0 takes what the descriptors allow
-    max_peer_connections: int = 0  # connections at once from one address; 0 for no limit
+    max_connections: int = 0  # concurrent connections; 0: as the file descriptors allow
+    max_peer_connections: int = 0  # concurrent connections per address; 0 for no limit
     # from a connection, or a request's first byte, to the end of its head.
     head_timeout_s: float = 15.0
     keepalive_s: float = 120.0  # how long an idle connection is kept
     max_line: int = 8190  # bytes of the request line
     max_header: int = 8190  # bytes of one header
     max_headers: int = 100
-    read_buffer: int = 256 * 1024  # bytes that are read before the handler has taken them
+    read_buffer: int = 256 * 1024  # bytes buffered before the handler reads them
 
 
 def raise_descriptor_limit() -> int:
@@ -164,7 +164,7 @@ class LimitedHandler(RequestHandler):
         self._half_open = False
         self._content: StreamReader | None = None
         self.peer = ""  # the client's address
-        self.served = False  # a request of it was answered with less than 400
+        self.served = False  # a request was answered below 400
         self.reserved = self.for_probes = False  # let in above the cap; for health probes alone
         self._answered = False
         self.streams_events = False  # the response under way may hold comments
@@ -173,7 +173,7 @@ class LimitedHandler(RequestHandler):
     def is_idle(self) -> bool:
         """Whether no request is under way: its head has not come, or the last was answered."""
         if self._answered:
-            return True  # what may still come of its body is thrown away
+            return True  # the rest of its body is discarded
         if self._messages:
             return False
         waiter = self._waiter

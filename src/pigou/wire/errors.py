@@ -34,7 +34,7 @@ REQUEST_FAILED = "RequestFailedError"
 SUSPECT = "SuspectRequestError"
 #: Tells the SDKs of OpenAI and Anthropic not to send a request again.
 NO_RETRY = {"x-should-retry": "false"}
-#: Collections that servers store, and one key could read of another.
+#: Server-side collections that would leak between keys.
 STORED_COLLECTIONS = ("files", "batches", "conversations", "vector_stores", "uploads", "containers",
                        "threads", "assistants", "fine_tuning", "evals")  # fmt: skip
 _ATTACH = "attach a server that has it (pigou serve --attach URL)"
@@ -48,7 +48,7 @@ _ABSENT_ROUTES = {
                      "videos", "moderations", "realtime", *STORED_COLLECTIONS), _ATTACH),
 }  # fmt: skip
 
-#: Fields that other servers know and this one does not honour, and what to do instead.
+#: Fields of other servers that are refused, and the remedy.
 REFUSED = {
     "best_of": "it is not supported; ask for n completions and choose among them",
     "use_beam_search": "beam search is not supported; remove it",
@@ -114,7 +114,7 @@ class APIError(Exception):
         self.type = type or TYPES.get(status, HTTPStatus(status).phrase.replace(" ", "") + "Error")
         self.code = status if code is None else code
         self.retry_after = retry_after  # seconds; sent as `Retry-After`
-        self.final = final  # trying again changes nothing; sent as `X-Should-Retry`
+        self.final = final  # retries are useless; sent as `X-Should-Retry`
 
     @property
     def headers(self) -> dict[str, str]:

@@ -25,7 +25,7 @@ DESCRIPTOR = "PIGOU_FLEET_SECRET_FD"
 #: Headers of a proof of the secret: the client's nonce, and the server's answer to it.
 NONCE = "x-pigou-fleet-nonce"
 PROOF = "x-pigou-fleet-proof"
-#: Header in which a gateway tells a worker whose request it sends; it counts with the secret alone.
+#: Header that names a request's tenant to a worker; valid with the secret alone.
 TENANT = "x-pigou-fleet-tenant"
 _MIN_CHARS, _MAX_CHARS = 16, 4096
 _PERSON = b"pigou-fleet-1:"

@@ -20,7 +20,7 @@ MAX_MESSAGES = 10_000
 MAX_PROMPTS = 1024
 MAX_TOKEN_IDS = 2**20
 MAX_TOOLS = 1024
-#: Tokens that `logit_bias` and `stop_token_ids` name: each costs time at every step.
+#: Maximum tokens in `logit_bias` and `stop_token_ids`: each costs time at every step.
 MAX_BIASED = 4096
 MAX_STOP_TOKENS = 1024
 
@@ -57,7 +57,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 class JsonSize:
     """Counts of a JSON text."""
 
-    values: int  # members and items of all its objects and lists, as far as commas tell
+    values: int  # members and items of all objects and lists, by commas
     items: int
     depth: int
 
@@ -111,7 +111,7 @@ def read_fields(data: bytes, context: int = 0) -> dict[str, msgspec.Raw]:
         fields = _fields.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise decode_error(error, data) from None
-    if count > max(1, len(fields)):  # what is not in `fields` would be decoded all the same
+    if count > max(1, len(fields)):  # fields beyond `fields` would be decoded, too
         raise bad_request(
             f"The body has {count} fields of {len(fields)} names; send each field once."
         )
@@ -148,7 +148,7 @@ def _check_fields(fields: dict[str, msgspec.Raw], context: int) -> None:
         if name not in _LONG:
             _bound(shown, len(view), MAX_FIELD_BYTES, "bytes")
         if len(view) < 2 * MAX_TOOLS:
-            continue  # too short for any of the bounds, but for the model's context
+            continue  # short enough for all bounds but the model's context
         shape = measure(view)
         if name in _IDS:
             _check_ids(name, view, shape, 0 if cut else context)

@@ -19,7 +19,7 @@ from pigou.compiled import kernel
 from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored
 from pigou.request import BlockHashes
 
-#: Values that are stepped over at once: a fraction of a millisecond.
+#: Values skipped per step: a fraction of a millisecond.
 STEP = 2**17
 #: Fault codes of the kernel.
 _FAULTS = {1: "it is truncated", 2: "byte 0xc1 means nothing"}
@@ -160,14 +160,14 @@ class Stored:
     """Blocks that can be hit from now on."""
 
     hashes: WireHashes  # of these consecutive blocks, by the sender's own function
-    parent: WireHash | None  # hash of the block before them; None at the beginning of a sequence
+    parent: WireHash | None  # hash of the previous block; None at the start of a sequence
     # of all these blocks together; fewer (or none) where the sender hides them.
     token_ids: Sequence[int] | NDArray[np.integer]
     block_size: int  # tokens in a block
-    medium: str | None = None  # tier, as the sender names it; None means the device
+    medium: str | None = None  # tier, as the sender names it; None for the device
     # cache salt of the sequence; known only where its first block is among these.
     salt: str | None = None
-    lora: str | None = None  # name of the adapter that computed them; None for the base model
+    lora: str | None = None  # LoRA adapter; None for the base model
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +350,7 @@ def read_lora(fields: dict[str, Any]) -> str | None:
     name, number = read_text(fields, "lora_name"), fields.get("lora_id")
     if name or not number:
         return name or None
-    if isinstance(number, int):  # of old engines: no request names it, its blocks are nobody's
+    if isinstance(number, int):  # from old engines: no request names it
         return f"lora_id={number}"
     return read_text(fields, "lora_id")
 
@@ -368,12 +368,12 @@ def read_salt(fields: dict[str, Any]) -> str | None:
     return None
 
 
-#: Bytes of a batch, and blocks that are applied at once.
+#: Maximum bytes of a batch; blocks per slice.
 MAX_BATCH = 8 * 1024 * 1024
 SLICE = 512
 #: Bytes of an event that is decoded as a whole, and of a field of a larger one, but for arrays.
 SMALL, _FIELD = 16 * 1024, 16 * 1024
-#: Tokens that are decoded at once, and fields of an event.
+#: Tokens per decode, and fields of an event.
 _TOKENS, _MAX_FIELDS = 16 * 1024, 64
 #: Most bytes of an integer, and of a hash with its header.
 _INTEGER, _HASH = 9, MAX_HASH_BYTES + 5

@@ -47,10 +47,10 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-#: Use of the fleet secret whose key names pools of prefill workers.
+#: Use of the fleet secret for names of prefill pools.
 _POOL_USE = "prefill-queue pool"
 _POOL_CHARS = 24
-#: Characters of a text that another process says of itself.
+#: Maximum characters of a text from another process.
 MAX_TEXT = 512
 
 

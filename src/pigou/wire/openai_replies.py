@@ -9,7 +9,7 @@ import msgspec
 from pigou.wire.sse import frame
 
 Json: TypeAlias = dict[str, Any]
-#: Goes into every reply, as an OpenAI server says which build answered.
+#: Sent in each reply as `system_fingerprint`.
 FINGERPRINT = "pigou-0.1"
 
 encode = msgspec.json.encode
@@ -40,8 +40,8 @@ class Logprob(msgspec.Struct, frozen=True):
     """One token and its log-probability."""
 
     id: int
-    token: str  # the text that it added; "" while a character is incomplete
-    logprob: float  # natural logarithm of its probability
+    token: str  # text added; "" while a character is incomplete
+    logprob: float  # natural log-probability
     rank: int = 0  # 1 for the most probable
     bytes: list[int] = msgspec.field(default_factory=list)
 
@@ -49,7 +49,7 @@ class Logprob(msgspec.Struct, frozen=True):
 class LogprobsEntry(msgspec.Struct, frozen=True):
     """A token that was sampled (or is in the prompt), and the most probable ones in its place."""
 
-    chosen: Logprob | None  # None for the first token of a prompt, which nothing predicts
+    chosen: Logprob | None  # None for a prompt's first token
     top: list[Logprob]  # most probable first
     text: str  # the chosen token's
 
@@ -148,13 +148,13 @@ class ReplyChunk(msgspec.Struct):
     """What changes from chunk to chunk of one choice."""
 
     text: str  # new text, may be empty
-    delta: Json | None = None  # what a chat's chunk adds, in place of text
+    delta: Json | None = None  # delta of a chat's chunk, in place of text
     finish: str | None = None  # why the choice ended, on its last chunk
     stop: str | int | None = None  # the stop string or token id that ended it
-    token_ids: list[int] | None = None  # new token ids, where the client wants them
-    logprobs: Json | None = None  # of the new tokens, already in the shape of the API
-    prompt_token_ids: list[int] | None = None  # on the first chunk, where the client wants them
-    usage: UsageInfo | None = None  # running usage, where the client wants it
+    token_ids: list[int] | None = None  # new token ids, if requested
+    logprobs: Json | None = None  # of the new tokens, in the API's shape
+    prompt_token_ids: list[int] | None = None  # on the first chunk, if requested
+    usage: UsageInfo | None = None  # running usage, if requested
 
 
 class StreamEncoder:

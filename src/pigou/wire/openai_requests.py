@@ -14,13 +14,13 @@ import msgspec
 
 from pigou.wire.errors import REFUSED, bad_field, decode_error, unknown_field
 
-#: Response header that names the unknown fields of a request.
+#: Response header that lists a request's unknown fields.
 HEADER = "X-Pigou-Unknown-Fields"
-#: What a server does with unknown fields.
+#: Modes for unknown fields.
 MODES = ("warn", "refuse")
-#: Most names in the header, and most characters of each.
+#: Maximum names in the header, and characters of each.
 _MAX_NAMES, _MAX_CHARS = 16, 64
-#: Values of refused fields, beside null, that ask for what happens anyway.
+#: Neutral values of refused fields, beside null.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "audio": ({},),
@@ -115,7 +115,7 @@ def printable(name: str) -> str:
 class UnknownFields:
     """What a server does with unknown fields: refuse them, or warn of each name once."""
 
-    #: Names that are remembered as logged; beyond it nothing more is logged.
+    #: Maximum logged names; beyond it nothing more is logged.
     MAX_LOGGED = 256
 
     def __init__(self, mode: str, log: Callable[[str, str], None]) -> None:
@@ -278,7 +278,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     reasoning_effort: str | None = None
     # the rendered and tokenized messages; a gateway that sends them spares the worker both.
     prompt_token_ids: TokenIds | None = None
-    verbosity: str | None = None  # without meaning here, as those of every request
+    verbosity: str | None = None  # accepted and ignored
     parallel_tool_calls: bool | None = None
 
 
@@ -323,7 +323,7 @@ class Known(NamedTuple, Generic[_B]):
 
     request: _B
     body: bytes
-    unknown: list[str]  # names of the body's other fields, nested ones with a path
+    unknown: list[str]  # unknown fields of the body, nested ones as paths
 
 
 def decode_completion(body: bytes) -> CompletionRequest:

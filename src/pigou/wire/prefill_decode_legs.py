@@ -12,7 +12,7 @@ import msgspec
 
 from pigou.wire.errors import bad_field
 
-#: What asks a prefill worker to hold its blocks for another one.
+#: `kv_transfer_params` that make a prefill worker hold its blocks.
 ASK: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -21,7 +21,7 @@ ASK: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-#: Fields that make no sense where one token is computed and thrown away.
+#: Fields without meaning for one discarded token.
 _DROPPED = ("stream_options", "min_tokens", "n", "logprobs", "top_logprobs", "prompt_logprobs",
             "echo", "response_format", "structured_outputs", "stop", "resume_tokens")  # fmt: skip
 

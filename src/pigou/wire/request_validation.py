@@ -19,7 +19,7 @@ from pigou.wire.structured_output import grammar
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
-#: Most characters of one stop string: what may begin one is held back, and compared at each token.
+#: Maximum characters of a stop string: a prefix is held back, and compared at each token.
 MAX_STOP_LENGTH = 1024
 MAX_SALT = 128
 #: Fields of messages that the model cannot read, and what to do instead.
@@ -257,7 +257,7 @@ def _mixed() -> Exception:
     )
 
 
-#: Header of a request that carries its id, and of the reply that tells it again.
+#: Request id header, echoed in the reply.
 REQUEST_ID_HEADER = "X-Request-Id"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 

@@ -12,10 +12,10 @@ from pigou.wire.request_validation import scores_only
 
 _N = TypeVar("_N", int, float)
 
-#: `max_tokens` of a completion that does not say (OpenAI's default).
+#: Default `max_tokens` of a completion (OpenAI's).
 COMPLETION_TOKENS = 16
 
-#: Lowest temperature besides 0.
+#: Lowest positive temperature.
 MIN_TEMPERATURE = 0.01
 
 
@@ -23,7 +23,7 @@ MIN_TEMPERATURE = 0.01
 class ModelLimits:
     """What the model allows."""
 
-    max_model_len: int  # most tokens of a sequence, prompt and output
+    max_model_len: int  # maximum tokens of a sequence, prompt and output
     vocab_size: int  # token ids are below this
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 DONE = b"data: [DONE]\n\n"
-#: Payload of the frame that ends a stream.
+#: Payload of the final event.
 DONE_PAYLOAD = b"[DONE]"
 #: Bytes of one event. The first may hold the ids of a prompt of a million tokens.
 MAX_EVENT = 16 * 1024 * 1024
-#: Pieces that are kept before they are joined.
+#: Pieces buffered before a join.
 _MAX_PARTS = 16_384
 _BOM = b"\xef\xbb\xbf"
 
@@ -31,7 +31,7 @@ class Reader:
         self._held = b""
         # Pieces of an event that is not whole: joined once, so that time stays linear.
         self._parts: list[bytes] = []
-        self.size = 0  # bytes of the event that is not whole yet
+        self.size = 0  # bytes of the incomplete event
         self.skipped = 0  # events without data
 
     @property

@@ -22,16 +22,16 @@ Change: TypeAlias = Callable[[Schema, bool], Schema]
 
 #: Below these, an object's other properties may stand in another branch.
 BRANCHES = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
-#: What stands under these is data, in which keywords are none.
+#: Values of these are data, not schemas.
 _DATA = ("const", "enum", "default", "examples", "example", "required")
-#: Schemas stand under these by name.
+#: Maps of names to schemas.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas",
           "dependencies")  # fmt: skip
 #: Formats that grammars keep. To JSON Schema a format is a note, so that others are left out.
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
-#: Keywords that say something of one type only.
+#: Keywords that apply to one type only.
 _TYPES = {
     "uniqueItems": "array", "contains": "array", "minContains": "array", "maxContains": "array",
     "unevaluatedItems": "array", "propertyNames": "object", "dependentRequired": "object",
@@ -136,12 +136,12 @@ def _is_any(value: Any, rest: Schema | None = None) -> bool:
     return said in ({}, rest)
 
 
-#: Most bytes of a grammar's source, by its kind.
+#: Maximum bytes of a grammar's source, by kind.
 MAX_BYTES = {"json_schema": 512 * 1024, "choice": 512 * 1024, "regex": 32 * 1024,
              "grammar": 128 * 1024}  # fmt: skip
-#: Most strings of `choice`.
+#: Maximum strings of `choice`.
 MAX_CHOICES = 10_000
-#: Deepest nesting of a schema, and of brackets in a regular expression or a Lark grammar.
+#: Maximum nesting of a schema, and of brackets in a regular expression or Lark grammar.
 MAX_DEPTH = 64
 MAX_PATTERN = 256
 
@@ -303,7 +303,7 @@ def _text(value: Any) -> str:
 
 
 MAX_TOOLS = 128
-#: Most calls of one reply that a grammar makes.
+#: Maximum tool calls of a reply under a grammar.
 MAX_CALLS = 16
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -314,7 +314,7 @@ class ToolUse:
 
     mode: Literal["auto", "required", "named"]  # what the model may or must do
     functions: tuple[str, ...]
-    named: str = ""  # the function that must be called, of mode "named"
+    named: str = ""  # required function in mode "named"
     grammar: Grammar | None = None
 
 

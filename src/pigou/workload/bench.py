@@ -48,8 +48,8 @@ from pigou.workload.trace_formats import read_trace
 class TraceReplay:
     """Sessions to send, and how."""
 
-    trace: Trace  # as it is replayed, scaled and cut
-    dropped: int  # turns that were left out since they do not fit the model
+    trace: Trace  # as replayed, scaled and cut
+    dropped: int  # turns left out as too long for the model
 
     @property
     def turns(self) -> int:
@@ -119,10 +119,10 @@ class BenchResult:
 
     model: str
     prompts: str  # "token ids" or "text"
-    flavour: ApiFlavour  # the fields that were sent
+    flavour: ApiFlavour  # request fields sent
     interrupted: bool  # whether `stop` ended the run
     summary: Summary  # counts, rates and latencies
-    notes: list[str] = field(default_factory=list)  # what the reader of the figures must know
+    notes: list[str] = field(default_factory=list)  # caveats on the figures
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ async def _load(config: BenchConfig, ready: _Prepared, drive: LoadGenerator) -> 
     return True
 
 
-#: How tokens of a chunk were told, in words, where that needs saying.
+#: Caveats on how tokens per chunk were counted.
 _COUNTED_BY = {
     "usage_per_chunk": "by a usage that tells each chunk's own, not a running total",
     "token_ids": "by its token ids; no running usage was told",

@@ -47,9 +47,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, rename={"offered_reques
     requests_per_second: float  # completed requests over `seconds`
     output_tokens: int
     output_tokens_asked: int
-    prompt_tokens: int | None  # of completed requests; None where the endpoint does not say
-    cached_tokens: int | None  # of those, not computed anew; None when it did not say
-    tokens_per_chunk: float | None  # output tokens over chunks that brought some
+    prompt_tokens: int | None  # of completed requests; None if unknown
+    cached_tokens: int | None  # cached among them; None if unknown
+    tokens_per_chunk: float | None  # output tokens per non-empty chunk
     counted_by: str | None  # "usage", "token_ids", "chunks" or "mixed"
     ttft: LatencyDistribution | None  # first token, from the intended time
     itl: LatencyDistribution | None  # between consecutive tokens

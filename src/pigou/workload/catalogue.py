@@ -28,12 +28,12 @@ class Listed:
 
     name: str
     what: str  # a few words
-    address: str  # of the file; empty where it is no single file
+    address: str  # URL of the file; empty if it is no single file
     page: str
     licence: str
-    kind: str  # format, as `pigou.workload.trace_formats` reads it; empty where it does not
-    sha256: str = ""  # of the file; empty where it is not known
-    size: int = 0  # bytes; 0 where it is not known
+    kind: str  # format, as in `pigou.workload.trace_formats`; empty if unreadable
+    sha256: str = ""  # of the file; empty if unknown
+    size: int = 0  # bytes; 0 if unknown
 
     @property
     def file(self) -> str:
@@ -65,7 +65,7 @@ _CHUNK = 1 << 18
 _TIMEOUT_S = 30.0
 _RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)")
 
-#: Told of bytes so far, and of all of them (0 where that is not known).
+#: Called with bytes so far and in total (0 if unknown).
 Watch = Callable[[int, int], None]
 
 

@@ -36,7 +36,7 @@ class PolicyComparison:
     """Choices of two policies in the same recorded states, without requests that failed early."""
 
     choices: int = 0
-    other: int = 0  # those where the rival's was another one
+    other: int = 0  # choices where the rival differs
     moved: int = 0  # prefill local instead of remote, or the other way round
     # sum of the differences in price, the rival's less the recorded one's. A price is what a choice
     # costs its request and all others (`pigou.control.routing.toll.policy`).

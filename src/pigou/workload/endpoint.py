@@ -19,11 +19,11 @@ from pigou.workload.token_counter import BrokenStream, Failure, SentRequest, Str
 class ApiFlavour:
     """Fields that a body has beyond model, prompt and stream."""
 
-    continuous: bool = True  # usage on every chunk, which tells its tokens (vLLM, SGLang, Pigou)
-    ignore_eos: bool = True  # go on past the end token (the same)
+    continuous: bool = True  # usage on every chunk (vLLM, SGLang, Pigou)
+    ignore_eos: bool = True  # continue past the end token (vLLM, SGLang, Pigou)
     temperature: bool = True  # 0, for greedy output
     usage: bool = True  # usage at the end of the stream
-    limit: str = "max_tokens"  # name of the field for the most output tokens
+    limit: str = "max_tokens"  # name of the output limit's field
 
     def body(self, model: str, job: PromptJob, *, chat: bool) -> dict[str, Any]:
         """Return the body of a streamed request for the job."""
@@ -62,7 +62,7 @@ class ApiFlavour:
 # Servers close idle connections (uvicorn after 5 s); a request on one that is just being closed
 # would fail through no fault of the endpoint.
 _IDLE_SECONDS = 3.0
-#: Bytes of an error's body that are read.
+#: Maximum bytes read of an error's body.
 _ERROR_BYTES = 4096
 _JSON = {"content-type": "application/json"}
 
@@ -82,8 +82,8 @@ class EndpointClient:
 
     session: aiohttp.ClientSession  # what `open_session` gave
     base: str  # URL of the endpoint without `/v1`
-    model: str  # name to ask for
-    flavour: ApiFlavour  # fields that the endpoint takes
+    model: str  # model name in requests
+    flavour: ApiFlavour  # fields the endpoint accepts
     chat: bool = False  # chat completions, not completions
     timeout: float = 600.0  # seconds from sending to the end of the stream
 
@@ -192,8 +192,8 @@ class ModelCard:
     """A served model."""
 
     id: str
-    max_model_len: int | None = None  # prompt and output; None where the endpoint does not say
-    parent: str | None = None  # the model that an adapter belongs to; None for a model
+    max_model_len: int | None = None  # prompt and output; None if unknown
+    parent: str | None = None  # base model of an adapter; None for a model
 
 
 class _ModelList(msgspec.Struct):

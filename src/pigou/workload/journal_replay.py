@@ -30,18 +30,18 @@ class Difference:
 class JournalReplay:
     """What came of a journal."""
 
-    runs: int = 0  # times that the gateway was started
+    runs: int = 0  # gateway starts in the journal
     versions: set[str] = field(default_factory=set)
     entries: int = 0
     requests: int = 0
     decisions: int = 0
     windows: int = 0
-    seconds: float = 0.0  # between the first and the last call of each run, in all
+    seconds: float = 0.0  # recorded seconds over all runs
     took: float = 0.0  # seconds of the replay
     # lines that were cut off, when the gateway was killed.
     cut: list[int] = field(default_factory=list)
-    difference: Difference | None = None  # the first; None where all is the same
-    comparison: PolicyComparison | None = None  # with another policy; None where none was asked for
+    difference: Difference | None = None  # the first difference; None if all calls agree
+    comparison: PolicyComparison | None = None  # comparison with another policy; None without one
 
 
 def replay_journal(

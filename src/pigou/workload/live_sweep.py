@@ -31,7 +31,7 @@ class SweepTarget:
 
     url: str
     api_key: str = ""  # sent as bearer token
-    decode_workers: int = 1  # among which its streams are divided
+    decode_workers: int = 1  # number of workers sharing the streams
 
 
 def check_live(config: SweepConfig, setup: Setup) -> None:

@@ -21,7 +21,7 @@ from pigou.workload.trace import Trace, TraceSession, Turn, ordered, turn
 MOONCAKE_BLOCK, BAILIAN_BLOCK = 512, 16
 #: Seconds of a unit of time.
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-#: Seconds since 1970 that a time of this century has.
+#: Range of this century in seconds since 1970.
 _EPOCH_S = (1e9, 5e9)
 #: Requests a second above which a trace's times are hardly in the unit that is assumed.
 _MAX_RATE = 2000.0
@@ -44,7 +44,7 @@ class MooncakeRow(msgspec.Struct, frozen=True, kw_only=True):
     input_length: int
     output_length: int
     timestamp: float | None = None
-    delay: float | None = None  # after the end of the session's turn before
+    delay: float | None = None  # ms after the session's last turn
     hash_ids: list[int] = []
     session_id: str | int | None = None
     chat_id: int | None = None  # Bailian's

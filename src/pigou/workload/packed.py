@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 #: Files of `zstd --long=27` have this window.
 _WINDOW = 1 << 27
-#: Bytes of a packed file that are looked at together.
+#: Chunk size in bytes of a packed file.
 _CHUNK = 1 << 14
 
 

@@ -1,10 +1,10 @@
 """Cost claims, simulated: utilisation, throughput of a split, milliseconds of SLO.
 
-Goodput is the highest Poisson rate with a share `SHARE` of requests inside the objective, by
-bisection; cost is fleet cost per output token inside, at that rate. Claims: 1. 30 + 70 GPUs at 90%
-serve a token at 0.556 of the price of 100 at 50% (dynamo-architecture 8). 2. Disaggregation serves
-2 times as much of Llama-70B, 30 times of DeepSeek-R1 (`R1_SIZED`). 3. 20 ms of SLO cost 1.85 times
-as much (Vidur); the prompt chunk is chosen anew for each.
+Cost is fleet cost per output token at goodput: the highest Poisson rate with a share `SHARE` of
+requests inside the objective, by bisection. Claims:
+1. 30 + 70 GPUs at 90% serve a token at 0.556 of the price of 100 at 50% (dynamo-architecture 8).
+2. Disaggregation serves 2 times as much of Llama-70B, 30 times of DeepSeek-R1 (`R1_SIZED`).
+3. 20 ms of SLO cost 1.85 times as much (Vidur); the prompt chunk is chosen anew for each.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""Oscillation under lag (the paper's section 5.2): +-1 rules against prices.
+"""Oscillation under lag (the paper's section 5.2): Dynamo's +-1 rules against prices.
 
-The paper's rule is Dynamo's load planner: +-1 by thresholds every 30 s, grace of 3 intervals. Load
-is constant and near capacity, so every reversal is the planner's own. An integrator of gain k with
-lag L, x'(t) = -k x(t - L), is stable if and only if k L < pi / 2 (Hayes 1950). `price` corrects its
-models with a gain of at most pi / 4 / S (S: start-up time), so it is stable below a lag of 2 S.
-Workers are whole, so its band exceeds half a worker's load share. Each planner also starts
-overloaded, where clients give up. It must learn no speed from that, and order workers for the
-backlog once.
+Load is constant and near capacity, so every reversal is the planner's own. An integrator of gain k
+with lag L is stable if and only if k L < pi / 2 (Hayes 1950). `price` has a gain of at most pi / 4
+/ S (S: start-up time), so it is stable below a lag of 2 S. Planners also start overloaded, where
+clients give up: they must learn no speed from that.
 """
 
 from __future__ import annotations

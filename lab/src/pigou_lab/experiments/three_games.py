@@ -1,11 +1,15 @@
 """Planner, router and cache coupled, and each coupling switched off in turn.
 
-Load triples and falls again; prompts share a few templates. | row | what is off | |---|---| |
-coupled | nothing: `toll` routes, `price` plans, prefixes are cached | | router without cache |
-routing ignores prefixes (`least-loaded`) | | planner without cache | the planner sees no hits and
-no cached tokens | | planner without router | the planner sees no Price of Anarchy and no better
-split | | no cache | prefixes are not cached | | anarchy | the Price of Anarchy alone drives the
-planner (`AnarchyPlanner`) | | static | the fleet stays as it is |
+Load triples and falls again; prompts share a few templates.
+| row | what is off |
+|---|---|
+| coupled | nothing: `toll` routes, `price` plans, prefixes are cached |
+| router without cache | routing ignores prefixes (`least-loaded`) |
+| planner without cache | the planner sees no hits and no cached tokens |
+| planner without router | the planner sees no Price of Anarchy and no better split |
+| no cache | prefixes are not cached |
+| anarchy | the Price of Anarchy alone drives the planner (`AnarchyPlanner`) |
+| static | the fleet stays as it is |
 """
 
 from __future__ import annotations

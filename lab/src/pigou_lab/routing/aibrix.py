@@ -31,11 +31,8 @@ class AibrixPrefix(PoolPolicy):
                  (the gap alone between two workers): only the idlest may match
         match    among those with m_i > 0 and L_i <= mean + k sd: most m_i, then least L_i
         else     least L_i
-
-    As a cost: (blocks - m_i, L_i) in that order, workers without a match after all others.
-    AIBrix, `pkg/plugins/gateway/algorithms/prefix_cache.go` and `imbalance_pods_filter.go`.
-
-    Pairs: each pool by the same rule with its own L_i.
+    AIBrix, `pkg/plugins/gateway/algorithms/prefix_cache.go`, `imbalance_pods_filter.go`. The rule
+    applies to each pool.
     """
 
     name: ClassVar[str] = "aibrix-prefix"

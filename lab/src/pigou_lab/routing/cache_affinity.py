@@ -36,11 +36,8 @@ class RayPrefix(PoolPolicy):
         max L - min L > imbalanced_threshold    two random choices by L_i
         max r >= match_rate_threshold           cost_i = tokens that i does not hold
         else                                    cost_i = requests ever sent to i
-
-    Ray Serve's `PrefixCacheAffinityRouter`. The last case is its smallest prefix tree, which
-    grows with what a worker was sent; where none was sent anything, ties are random.
-
-    Pairs: each pool by the same rule with its own L_i.
+    Ray Serve's `PrefixCacheAffinityRouter`; the last case stands for its smallest prefix tree. The
+    rule applies to each pool.
     """
 
     name: ClassVar[str] = "ray-prefix"
@@ -80,12 +77,8 @@ class SglangCacheAware(PoolPolicy):
         max L - min L > abs  and  max L > rel min L    uneven: cost_i = L_i
         max r > cache_threshold                        cost_i = tokens that i does not hold
         else                                           cost_i = L_i
-
-    SGLang's `sgl-model-gateway/src/policies/cache_aware.rs`. Older releases went to the smallest
-    prefix tree in the last case, which its maintainers gave up: the idle worker stayed idle.
-    It matches characters of text against what it sent; here blocks that workers hold are matched.
-
-    Pairs: each pool by the same rule with its own L_i.
+    SGLang's `sgl-model-gateway/src/policies/cache_aware.rs`, on held blocks in place of sent text.
+    The rule applies to each pool.
     """
 
     name: ClassVar[str] = "sglang-cache-aware"

@@ -104,19 +104,13 @@ class DynamoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class Dynamo(PoolPolicy):
     """cost_i = s max(0, Q_i + n - credit_i) + (D_i + m) + w A_i, in blocks.
 
-    For worker i: Q_i uncached tokens of its prompts that are not computed yet, in blocks; n the
-    prompt in blocks; D_i blocks of its streams; m the blocks that the prompt will fill; A_i its
-    requests in flight; s `prefill_load_scale`, w `decode_active_request_weight`;
-
         credit_i = c_i device_i + h host_i + k disk_i      (h 0.75, k 0.25)
         c_i = c / (1 + decay (Q_i - min over j of Q_j) / n)
-
-    NVIDIA Dynamo 1.x, `lib/kv-router/src/scheduling/selector/default.rs` and its configuration
-    guide. Its credit for a shared cache and its taints have nothing here to refer to; of the
-    prompt's blocks it leaves out of m those that other streams of the worker fill already.
-
-    Pairs: the prefill worker by s max(0, Q_p + n - credit_p); the decode worker by
-    D_d + m + w A_d, or with a credit left by max(0, D_d + m - credit_d) + w A_d.
+    Q_i: queued uncached prompt blocks; n: the prompt's; D_i: blocks of streams; m: blocks the
+    prompt will fill; A_i: requests in flight; s `prefill_load_scale`, w
+    `decode_active_request_weight`. Pairs: prefill by s max(0, Q_p + n - credit_p), decode by max(0,
+    D_d + m - credit left) + w A_d. NVIDIA Dynamo 1.x,
+    `lib/kv-router/src/scheduling/selector/default.rs`, without its shared cache and taints.
     """
 
     name: ClassVar[str] = "dynamo"
@@ -219,12 +213,9 @@ class DynamoConditional(ConditionalDisaggregation):
         prefill_load   waiting tokens of the chosen prefill worker
                        > prefill_busy_threshold * max_num_batched_tokens
         isl_or_load    either
-
-    and never when its blocks, with this prompt's, exceed decode_busy_threshold of all it has.
-    e_d = prompt - (device + 0.75 host + 0.25 disk) tokens held by d, with the weights of a
-    `dynamo` inside. NVIDIA Dynamo, `lib/kv-router/src/conditional_disagg.rs` and its guide. The
-    chosen prefill worker is that of the remote candidate that the policy inside likes best. A
-    `dynamo` inside keeps its overlap credit when it chooses a decode worker, as Dynamo's does.
+    unless its blocks, with this prompt's, exceed decode_busy_threshold of its memory. e_d = prompt
+    - (device + 0.75 host + 0.25 disk) tokens held by d. The inner policy chooses the prefill
+    worker. NVIDIA Dynamo, `lib/kv-router/src/conditional_disagg.rs` and its guide.
     """
 
     name: ClassVar[str] = "dynamo-conditional"
@@ -283,13 +274,9 @@ class DynamoPaperParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 class DynamoPaper(PoolPolicy):
     """cost_j = omega * prefill_j + active_j, in blocks.
 
-    prefill_j are the blocks of the prompt that worker j would have to compute (a part of a block
-    counts as one), active_j the KV blocks of the streams that it runs. Georgiou (2026), "The
-    Price of Anarchy in Disaggregated Inference", Eq. 1; its temperature (Eq. 2) is the router's.
-    The prompts that wait for worker j are not in it: `dynamo` counts them.
-
-    Pairs: Eq. 1 chooses the prefill worker; the decode worker by active_j alone, since its blocks
-    arrive by transfer.
+    prefill_j: prompt blocks to compute, rounded up; active_j: KV blocks of running streams. Queued
+    prompts are not counted. Pairs: Eq. 1 for prefill, active_j alone for decode. Georgiou (2026),
+    "The Price of Anarchy in Disaggregated Inference", Eq. 1.
     """
 
     name: ClassVar[str] = "dynamo-paper"

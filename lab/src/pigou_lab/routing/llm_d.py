@@ -59,12 +59,9 @@ class LlmD(PoolPolicy):
         sticky   W = {i: r_i >= affinity_threshold}; all workers are kept if W is empty, or if
                  min over W of t_i / R  -  min over the others of t_i / R  >  max_ttft_penalty
         score    cost_i = t_i + u_i tokens (prefill-bound), or requests in flight (decode-bound)
-
-    R is the peak prefill throughput, u_i the tokens of the prompt that i does not hold. llm-d
-    router 0.9, `prefix-cache-affinity-filter` with `token-load-scorer` or
+    R: peak prefill throughput; u_i: prompt tokens that i does not hold. Pairs: prefill by tokens,
+    decode by requests. llm-d router 0.9, `prefix-cache-affinity-filter` with `token-load-scorer` or
     `active-request-scorer`; llm-d.ai/blog, "Sticky Until Saturated".
-
-    Pairs: prefill workers by tokens, decode workers by requests, each behind the filter.
     """
 
     name: ClassVar[str] = "llm-d"
@@ -130,11 +127,7 @@ class LlmDBlend(PoolPolicy):
         kv_i     = 1 - share of KV blocks in use
         cold_i   = 1/2; or where no worker holds any of the prompt 1 - rank_i / (workers - 1),
                    ranked by when they last got such a prompt, those that never did first
-
-    llm-d router, its scorers and the weights of its default profile up to 0.8. The two loads are
-    what workers say of themselves. The last is noted for the worker of least cost.
-
-    Pairs: the same scores for each pool.
+    llm-d router, default profile up to 0.8; queue and KV are as reported by workers.
     """
 
     name: ClassVar[str] = "llm-d-blend"
@@ -211,9 +204,7 @@ class LlmDConditional(ConditionalDisaggregation):
     """A prompt is computed remotely iff, for its decode worker d,
 
         prompt - tokens held by d >= non_cached_tokens  and  prompt >= prompt_tokens
-
-    and `non_cached_tokens` is not 0. llm-d router, `prefix-based-pd-decider`. Blocks count whole
-    in whatever tier they are.
+    and `non_cached_tokens` is not 0. llm-d router, `prefix-based-pd-decider`. All tiers count.
     """
 
     name: ClassVar[str] = "llm-d-conditional"

@@ -20,19 +20,13 @@ class LMetricParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class LMetric(PoolPolicy):
-    """cost_i = P_i * B_i: new prefill work if it went to i, times the batch that it would join.
-
-    LMetric (arXiv 2603.15202), which has no weights. Its two ports read it so:
+    """cost_i = P_i * B_i: new prefill work on i, times the batch that it would join.
 
         sglang   u_i (L_i + 1), u_i uncached tokens, L_i requests in flight; ties by L_i
-        dynamo   (Q_i + n - overlap_i) (D_i + 1) in blocks: queued prompts count as prefill work,
-                 and blocks of streams as the batch
-
-    (SGLang's `sgl-model-gateway/src/policies/lmetric.rs`; llm-d's `lmetric-scorer`; Dynamo's
-    router concepts.)
-
-    Pairs: `sglang` scores each pool by itself with its own L_i, as its gateway runs one policy a
-    pool; `dynamo` the prefill worker by Q_p + n - overlap_p, and the decode worker by D_d + 1.
+        dynamo   (Q_i + n - overlap_i) (D_i + 1), in blocks of queued prompts and of streams
+    LMetric (arXiv 2603.15202), without weights; SGLang's
+    `sgl-model-gateway/src/policies/lmetric.rs`, llm-d's `lmetric-scorer`. Pairs: `sglang` scores
+    each pool alike; `dynamo` splits the factors.
     """
 
     name: ClassVar[str] = "lmetric"

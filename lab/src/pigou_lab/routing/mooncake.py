@@ -29,14 +29,11 @@ class MooncakeParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 class Mooncake(PoolPolicy):
     """TTFT_p = wait + prefill(own), or transfer(best - own) + wait + prefill(best), in seconds.
 
-    `own` are the tokens of the prompt that worker p holds and `best` the most that any does; the
-    second form holds where best / own >= balancing_threshold. The decode worker is that of the
-    least time between tokens (TBT) with one more stream. Mooncake (arXiv 2407.00079), Algorithm
-    1, which gives no value for the threshold. Times are predicted by the fitted speeds
-    (`pigou.control.latency_model.estimates`). A candidate that would miss an SLO is forbidden;
-    where all are, the request waits in the queue, where Mooncake rejects it.
-
-    Pairs: TTFT chooses the prefill worker, TBT the decode worker. Whole requests: their sum.
+    own: prompt tokens held by p; best: the most held by any, used where best / own >=
+    balancing_threshold. Pairs: TTFT for prefill, time between tokens (TBT) for decode; whole
+    requests by their sum. Candidates that would miss an SLO are forbidden; if all would, the
+    request queues. Mooncake (arXiv 2407.00079), Algorithm 1; times by
+    `pigou.control.latency_model.estimates`.
     """
 
     name: ClassVar[str] = "mooncake"

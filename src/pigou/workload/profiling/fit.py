@@ -33,7 +33,7 @@ class Prompts:
 
     tokens: int
     reads: float  # cache entries that each token reads, itself included, summed over the tokens
-    prompts: float  # how many ended; a part of one, where steps hold less than a prompt
+    prompts: float  # prompts ended; a fraction, if steps hold less than a prompt
     seconds: float
 
 
@@ -41,7 +41,7 @@ class Prompts:
 class Measurements:
     """All that a profile has seen; each a median of repeated measurements."""
 
-    decodes: list[Decodes] = field(default_factory=list)  # steps in which nothing else is done
+    decodes: list[Decodes] = field(default_factory=list)  # decode-only steps
     prefill_mixed: list[Prompts] = field(default_factory=list)  # beside a running stream
     prefill_alone: list[Prompts] = field(default_factory=list)  # without decodes
     first: list[Prompts] = field(default_factory=list)  # send to first token, alone
@@ -55,7 +55,7 @@ class Window:
 
     steps: int
     seconds: float
-    generated: int  # tokens that all together had at the middle
+    generated: int  # tokens of all together at the middle
 
 
 def arrivals(stream: Stream) -> NDArray[np.int64]:
@@ -109,7 +109,7 @@ def side_gaps(times: NDArray[np.int64]) -> int:
 MIN_GAPS, MIN_SECONDS = 16, 0.05
 
 
-#: Factors of a step's time that are told apart; each is as likely.
+#: Number of equally likely factors of a step's time.
 CLASSES = 50
 
 

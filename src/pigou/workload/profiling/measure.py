@@ -49,13 +49,13 @@ _TOKENS, _SEQS, _MAX_REQUEST_TOKENS = 2048, 64, 2048
 class Limits:
     """What a worker can hold."""
 
-    tokens: int  # that it computes in a step, at most
-    seqs: int  # that it runs at once, at most
+    tokens: int  # maximum tokens per step
+    seqs: int  # maximum concurrent sequences
     max_request_tokens: int  # prompt and output of a request
-    room: int  # tokens that its KV cache holds
-    block: int  # tokens in a block of it
-    repeat: int = 1  # steps that it plans at once, as long as its sequences do not change
-    blocks: int = 0  # of its KV cache; 0 where it does not say
+    room: int  # KV cache capacity in tokens
+    block: int  # tokens per block
+    repeat: int = 1  # steps planned at once while its sequences stay the same
+    blocks: int = 0  # KV blocks; 0 if unknown
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Target:
 
     client: EndpointClient
     limits: Limits
-    vocabulary: list[int]  # token ids that prompts are made of
+    vocabulary: list[int]  # token ids that prompts use
     rng: np.random.Generator
 
     def prompt(self, tokens: int) -> list[int]:
@@ -151,7 +151,7 @@ async def _read(session: aiohttp.ClientSession, url: str) -> bytes:
         raise EndpointError(f"{url} does not answer: {error or type(error).__name__}") from error
 
 
-#: Share of the time that the decodes of the first round may take.
+#: Maximum share of time for the first round's decodes.
 _FIRST = 0.5
 
 
@@ -213,13 +213,13 @@ class Pace:
 #: Told of each measurement: how many are done, of how many, what is measured, and the seconds that
 #: the rest takes (None while unknown).
 Watch = Callable[[int, int, str, float | None], None]
-#: Tokens of a prompt whose length does not matter.
+#: Tokens of a short prompt.
 _SHORT = 16
 #: Steps by which streams start apart at most, for each of them; doubled where it is not enough.
 _LEAD = 2
 #: Seconds that decodes are measured for, where the streams may be so long.
 _MIN_DECODE_S = 0.25
-#: Times that a measurement is tried again because the streams did not overlap.
+#: Retries of a measurement whose streams did not overlap.
 _TRIES = 5
 
 
