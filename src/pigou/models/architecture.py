@@ -291,10 +291,7 @@ class Architecture:
         return sum(count * cache.prompt_flops for cache, count in self.caches)
 
     def expected_experts(self, tokens: float) -> float:
-        """Return the expected distinct experts that `tokens` tokens choose uniformly.
-
-        E (1 - (1 - k/E)^tokens), the expected number of occupied bins.
-        """
+        """Expected distinct experts of `tokens` uniform choices: E (1 - (1 - k/E)^tokens)."""
         if not self.experts:
             return 1.0
         return float(self.experts * (1.0 - (1.0 - self.active / self.experts) ** tokens))

@@ -78,10 +78,7 @@ class HfConfig:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a model folder's `config.json`; raises ConfigError if missing, invalid or inconsistent.
-
-    `quantization_config` is completed from ModelOpt's `hf_quant_config.json`.
-    """
+    """Read a `config.json`, completed by `hf_quant_config.json`; raises ConfigError."""
     path = path / "config.json" if path.is_dir() else path
     source = _read_object(path)
     quant_file = path.with_name("hf_quant_config.json")

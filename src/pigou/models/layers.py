@@ -116,10 +116,7 @@ def grouped(
 
 
 def latent(layer: LayerBuilder, *, gate: bool = False) -> None:
-    """Add multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
-
-    Prefill uses per-head keys and values; decode reads the latent.
-    """
+    """Add multi-head latent attention (DeepSeek-V2, arXiv 2405.04434); decode reads the latent."""
     config, hidden, names = layer.config, layer.hidden, layer.family.attention
     heads, rank = config.count("num_attention_heads"), config.count("q_lora_rank", default=0)
     latent_width, rotary = config.count("kv_lora_rank"), config.count("qk_rope_head_dim")

@@ -44,10 +44,7 @@ class Format:
 
 
 def integers(bits: int, group: int, *, zeros: bool, inputs: int | None = None) -> Format:
-    """Return 4- or 8-bit integers with a 16-bit scale, and optional zero, per group.
-
-    `inputs`: bits of the activations; None for 16.
-    """
+    """Return 4- or 8-bit integers, scaled per group; `inputs`: activation bits, None for 16."""
     extra = (2.0 + (bits / 8 if zeros else 0.0)) / group if group > 0 else 0.0
     return Format(f"int{bits}", "int8" if inputs == 8 == bits else "bfloat16", bits / 8 + extra)
 

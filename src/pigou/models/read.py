@@ -119,11 +119,7 @@ def family_of(config: HfConfig) -> Family:
 
 
 def served_family(config: HfConfig) -> Family:
-    """Return the family of a model that Pigou's workers run.
-
-    Raises ConfigError for an unknown family; ModelError for an unsupported architecture,
-    quantisation or activation.
-    """
+    """Return a family that workers run; raises ConfigError or ModelError otherwise."""
     described = family_of(config)
     family, names = str(config.values["model_type"]), config.get("architectures") or []
     if not described.served or (names and family not in map(family_named, names)):
@@ -319,11 +315,10 @@ def shape_name(name: str) -> str:
 
 
 def architecture(model: str) -> Architecture:
-    """Find an architecture by preset name, model folder, or Hugging Face id.
+    """Find an architecture by preset name, folder, or Hugging Face id; raises ConfigError.
 
     A preset's name may end in a variant of equal shape ("-Instruct") or a weight format ("-FP8",
-    "-AWQ", "-GPTQ-Int8", "-NVFP4"). Other "owner/name" ids are looked up in the hub's cache, then
-    on the hub. Raises ConfigError if unknown or not described.
+    "-AWQ").
     """
     path = Path(model)
     if path.is_dir() or path.is_file():

@@ -117,11 +117,7 @@ class TorchExecutor:
             self.evictor.forget(request)
 
     def truncate(self, request: str, tokens: int) -> None:
-        """Remove a running request's last output tokens and their cache entries.
-
-        Call between plans, with `EngineCore.truncate`. Raises ValueError if impossible: too few
-        tokens, no row, a grammar, or entries moved by compaction.
-        """
+        """Remove a request's last tokens, between plans; raises ValueError if impossible."""
         sequence = self._sequences[request]
         row = next((row for row, other in self._rows.items() if other is sequence), None)
         if row is None:
@@ -146,10 +142,7 @@ class TorchExecutor:
         return self._grammars
 
     def execute(self, plan: Plan, on_step: OnStep | None = None) -> Result:
-        """Run a plan's moves, then its steps until a sequence ends.
-
-        Raises ValueError if a compaction or recomputation does not fit its row.
-        """
+        """Run moves, then steps until a sequence ends; raises ValueError on a row mismatch."""
         for started in plan.started:
             self._rows[started.row] = self._sequences[started.request]
         if self.evictor is not None:
@@ -265,7 +258,6 @@ class TorchExecutor:
         hidden: Tensor,
         output: StepOutput,
     ) -> None:
-        """Report the logprobs of prompt tokens that follow those of this step."""
         for entry, sequence in enumerate(sequences):
             if not sequence.prompt_logprobs:
                 continue

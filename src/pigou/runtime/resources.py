@@ -45,11 +45,7 @@ def device_name(device: torch.device) -> str:
 def kv_room(
     free: int, config: ModelConfig, itemsize: int, max_seqs: int, max_batched_tokens: int
 ) -> int:
-    """Return the bytes of a GPU available for KV blocks.
-
-    Reserves the largest logits with sampling buffers, the longest step's activations, and three
-    copies of one layer's KV that a step gathers.
-    """
+    """Return the bytes of a GPU left for KV blocks, beside logits, activations and gathers."""
     logits = max_seqs * config.vocab * _LOGIT_BYTES
     width = 4 * config.hidden + 3 * config.ffn + 4 * config.heads * config.head_dim
     activations = 2 * max_batched_tokens * width * itemsize

@@ -20,10 +20,7 @@ _MAX_LOGIT = 1e30
 
 
 class Sampler:
-    """Samples for a fixed list of sequences, step after step.
-
-    A row's token depends only on its own logits, parameters, tokens and position.
-    """
+    """Samples for a fixed list of sequences; a row's token never depends on other rows."""
 
     def __init__(self, sequences: list[TokenSequence], ops: Ops, device: torch.device) -> None:
         self._sequences = sequences
@@ -37,10 +34,7 @@ class Sampler:
             self._prepare([params[i] for i in self._random])
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, dict[int, RankedLogprobs]]:
-        """Return tokens (n,), int64, and requested logprobs by row, for logits (n, vocab).
-
-        Overwrites `logits`. A sequence whose grammar fails has a `failure`; its token is undefined.
-        """
+        """Return tokens (n,) and requested logprobs by row; overwrites logits (n, vocab)."""
         raw = logits[self._index(self._reported)] if self._reported else None
         if self._adjusted:
             logits = logits.float()
@@ -74,7 +68,6 @@ class Sampler:
         )
 
     def _draw(self, logits: Tensor) -> Tensor:
-        """Sample from the logits of the non-greedy rows."""
         # Extreme penalties overflow, and two infinities make the softmax NaN.
         logits = (logits.float() * self._scale).clamp_(max=_MAX_LOGIT)
         min_p, top_k, top_p = self._cuts
@@ -103,19 +96,13 @@ _MASK = 2**64 - 1
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return a number in [0, 1) determined by seed and position.
-
-    SplitMix64's output function (Steele, Lea, Flood 2014) on each key; top 52 bits.
-    """
+    """Return a number in [0, 1) of seed and position (SplitMix64, Steele, Lea, Flood 2014)."""
     state = _mix(_mix(seed & _MASK) + position)
     return (state >> 12) * 2.0**-52
 
 
 def choose(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """Invert each row's CDF, (n, vocab), at `uniforms` (n,), float64 in [0, 1); return tokens (n,).
-
-    Never a token of probability 0; the last token if a row has no positive probability.
-    """
+    """Invert each row's CDF, (n, vocab), at `uniforms` (n,), float64; never of probability 0."""
     sums = probabilities.cumsum(-1, dtype=torch.float64)
     targets = uniforms.unsqueeze(-1) * sums[:, -1:]
     tokens = torch.searchsorted(sums, targets, right=True).squeeze(-1)
@@ -135,19 +122,13 @@ _OUT = float("-inf")
 
 
 def cut_min_p(logits: Tensor, min_p: Tensor) -> None:
-    """Mask, in place, tokens less than `min_p` times as probable as the top one (arXiv 2407.01082).
-
-    `logits`, after temperature, is (n, vocab); `min_p` (n,), 0 to disable.
-    """
+    """Mask, in place, tokens less than `min_p` times as likely as the top (arXiv 2407.01082)."""
     threshold = logits.amax(-1) + min_p.log()
     logits.masked_fill_(logits < threshold.unsqueeze(-1), _OUT)
 
 
 def cut_top_k(logits: Tensor, top_k: Tensor, largest: int) -> None:
-    """Keep, in place, the k most probable tokens and ties with the k-th.
-
-    `logits` is (n, vocab), `top_k` (n,) int64, 0 to disable.
-    """
+    """Keep, in place, the `top_k` (n,) most probable tokens and ties; 0 to disable."""
     vocab = logits.shape[-1]
     ks = torch.where(top_k == 0, vocab, top_k.clamp(max=vocab))
     largest = min(largest, vocab)
@@ -158,10 +139,7 @@ def cut_top_k(logits: Tensor, top_k: Tensor, largest: int) -> None:
 
 
 def cut_top_p(logits: Tensor, top_p: Tensor) -> None:
-    """Keep, in place, the nucleus of probability `top_p`, and ties (arXiv 1904.09751).
-
-    `logits`, after temperature and other cuts, is (n, vocab); `top_p` (n,), 1 to disable.
-    """
+    """Keep, in place, the nucleus of `top_p` (n,) and ties (arXiv 1904.09751); 1 to disable."""
     total = logits.logsumexp(-1, keepdim=True)
     values = logits.topk(min(_HEAD, logits.shape[-1]), dim=-1).values
     sums = (values - total).exp().cumsum(-1, dtype=torch.float64)
@@ -217,11 +195,7 @@ class IsolatedSampler:
     def __call__(
         self, logits: Callable[[Tensor], Tensor], hidden: Tensor
     ) -> tuple[Tensor, dict[int, RankedLogprobs], dict[int, str]]:
-        """Return tokens (n,), int64 (0 on failure), logprobs by row, and failures by row.
-
-        `hidden` is (n, hidden); `logits` is called again after a failure, since samplers overwrite
-        them.
-        """
+        """Return tokens (n,), 0 on failure, and logprobs and failures by row."""
         if self._together is not None:
             try:
                 return *self._together(logits(hidden)), {}

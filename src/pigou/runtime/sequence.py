@@ -135,11 +135,7 @@ def make_sequence(
     block_size: int,
     hashes: BlockHashes | None = None,
 ) -> TokenSequence:
-    """Create a sequence; raises ValueError without tokens, or with fewer than were resumed.
-
-    `seed` keys the block hashes, empty for none; `hashes` are those the core knows, None for all
-    full blocks.
-    """
+    """Create a sequence (see `TorchExecutor.add`); raises ValueError without enough tokens."""
     given = len(tokens)
     if not 0 <= resume < given:
         raise ValueError(f"request {request!r}: {resume} of {given} tokens cannot be resumed")

@@ -287,10 +287,7 @@ def logarithm(x: Any) -> Any:
 
 @fast
 def row_max(row: Any, count: int, lanes: NDArray[np.float32]) -> Any:
-    """Return the maximum of the first numbers of a row, as float32; `lanes` is (16,) scratch.
-
-    The 16 lanes let numba vectorize.
-    """
+    """Return the maximum of a row's first numbers; 16 scratch `lanes` let numba vectorize."""
     bulk = count - count % LANES
     lanes[:] = np.float32(-np.inf)
     for start in range(0, bulk, LANES):

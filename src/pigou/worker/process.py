@@ -67,11 +67,7 @@ class WorkerServer:
         registrar: Registrar | None = None,
         advertise: str = "",
     ) -> None:
-        """Assemble the process; requires a running event loop.
-
-        Clients must show the fleet's `secret`, if any; `registrar` announces the worker at host
-        `advertise`, by default the bind address.
-        """
+        """Assemble the process, within a running event loop; `advertise` is its public host."""
         self._advertise = advertise
         self._secret = secret
         self._registrar = registrar
@@ -261,7 +257,6 @@ class WorkerServer:
         return f"{transfer}:{self._parts.store.layout.fingerprint()}"
 
     def _announce(self, address: tuple[str, int]) -> dict[str, Any]:
-        """Print and return one line of JSON with this worker's address."""
         url = f"http://{url_host(address[0])}:{address[1]}"
         line = {"ready": True, "url": url, **self._about()}
         if self._events is not None:
@@ -298,11 +293,7 @@ class WorkerServer:
 def run(
     config: WorkerConfig, make_registrar: MakeRegistrar | None = None, advertise: str = ""
 ) -> int:
-    """Run a worker until it ends; return the exit status.
-
-    `make_registrar` builds its registrar, if any. Raises ConfigError, ModelError or TokenizerError
-    as `build`, and OSError if the address cannot be bound.
-    """
+    """Run a worker and return its exit status; raises as `build`, and OSError on a used address."""
     logs.configure(config.log_format, config.log_level, access=config.access_log)
     # Malformed HTTP is answered with 400; handler errors are logged there.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)

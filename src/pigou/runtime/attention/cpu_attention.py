@@ -80,7 +80,6 @@ class CPUAttention(PagedAttention):
         return out.view(batch.size, -1)
 
     def _prefill(self, layer: int, qkv: Stored, cached: PagedLayer, out: Stored) -> None:
-        """Run attention of the chunks, after rotating and storing their KV."""
         heads, size = self.config.heads, self.block_size
         if self.watch is None:
             tasks = (0, len(self._tiles) * heads)
@@ -150,10 +149,7 @@ PagedLayer: TypeAlias = tuple[Ints, Ints, Stored, int]
 
 @fast
 def rotate(head: Stored, norm: Stored, eps: float, turn: Floats, scale: float, out: Floats) -> None:
-    """RMS-normalize a head unless `norm` is empty, apply RoPE, scale, and write to `out`.
-
-    `turn` holds the cosines, then the sines, of its position.
-    """
+    """Normalize a head if `norm` is not empty, apply RoPE (cosines, then sines), and scale."""
     width = len(out)
     half = width // 2
     factor = np.float32(1.0)
@@ -206,10 +202,9 @@ def attention_probabilities(
     query: Floats, kv: Stored, table: Ints, head: int, entries: int, max_entries: int,
     block_size: int, scores: Floats,
 ) -> None:  # fmt: skip
-    """Compute attention probabilities of one KV head's queries over a sequence.
+    """Compute probabilities of scaled queries (rows, head_dim) over a sequence's entries.
 
-    `query` is scaled, (rows, head_dim), rows being 1, 2, 4 or a multiple of 8. Writes `scores`
-    (rows, slots of the blocks), zero-padded.
+    Rows are 1, 2, 4 or a multiple of 8; `scores` (rows, slots of the blocks) is zero-padded.
     """
     rows, width = query.shape
     stride = scores.shape[1]

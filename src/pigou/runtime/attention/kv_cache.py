@@ -110,18 +110,12 @@ class KVCache:
         self._raw[_index(ids, self._raw.device)] = source
 
     def move(self, swap_out: Ints, copies: Ints, swap_in: Ints) -> None:
-        """Apply a plan's moves in this order, each (n, 2), source and target.
-
-        All sources of a list are read before its targets are written.
-        """
+        """Apply swap-outs, copies, swap-ins, each (n, 2), reading a list's sources first."""
         move_blocks(self._raw, self.host, swap_out, copies, swap_in)
 
 
 def move_blocks(raw: Tensor, host: Tensor, swap_out: Ints, copies: Ints, swap_in: Ints) -> None:
-    """Apply a plan's moves to rows of `raw` (device) and `host`.
-
-    On CUDA, each block is one asynchronous copy via pinned memory, in stream order.
-    """
+    """Apply a plan's moves to rows of `raw` and `host`; asynchronous, in stream order, on CUDA."""
     cpu = host.device
     if raw.device.type == "cuda":
         queue_moves(raw, host, swap_out, copies, swap_in)

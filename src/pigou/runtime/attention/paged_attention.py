@@ -39,10 +39,7 @@ class Past:
 
 
 class PagedAttention:
-    """Rotates, stores and attends, layer by layer.
-
-    Masks go by slot, not position, so a sequence may lack entries.
-    """
+    """Rotates, stores and attends, layer by layer; masks by slot, so entries may be missing."""
 
     watch: AttentionMassTracker | None = None  # receives probabilities
     beat: Callable[[], None] | None = None  # called before each layer, as a sign of life
@@ -66,10 +63,7 @@ class PagedAttention:
         self._cuts = self.watch.cuts(batch) if self.watch is not None else None
 
     def __call__(self, layer: int, qkv: Tensor, norm: HeadNorm | None) -> Tensor:
-        """Attend in one layer; return shape (tokens, heads * head_dim).
-
-        `qkv` is (tokens, (heads + 2 kv_heads) * head_dim), and may be overwritten.
-        """
+        """Attend in one layer, for qkv (tokens, (heads + 2 kv_heads) * head_dim), overwritten."""
         query, key, value = self._rotated(layer, qkv, norm)
         batch = self.batch
         out = torch.empty_like(query)
@@ -163,7 +157,6 @@ class PagedAttention:
         out.copy_(result.squeeze(0).transpose(0, 1))
 
     def _watched_chunk(self, layer: int, query: Tensor, chunk: PromptChunk, out: Tensor) -> None:
-        """Attend like `_chunk`, and record attention mass."""
         assert self.watch is not None
         assert self._cuts is not None
         past = self._pasts[self.batch.chunks.index(chunk)]
@@ -189,7 +182,6 @@ class PagedAttention:
         return scores.masked_fill_(~mask.unsqueeze(2), float("-inf")).softmax(-1)
 
     def _gather(self, layer: int, past: Past) -> tuple[Tensor, Tensor]:
-        """Gather keys and values, each (sequences, kv_heads, entries, head_dim)."""
         config, size = self.config, self.block_size
         blocks = len(past.blocks)
         half = blocks * config.kv_heads * config.head_dim * size
@@ -205,7 +197,6 @@ class PagedAttention:
         return keys.reshape(flat), values.reshape(flat)
 
     def _repeat(self, part: Tensor) -> Tensor:
-        """Repeat KV heads for query heads, (sequences, heads, entries, head_dim)."""
         return part if self.config.group == 1 else part.repeat_interleave(self.config.group, 1)
 
     def _entries(self, width: int) -> Tensor:

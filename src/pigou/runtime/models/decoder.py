@@ -34,11 +34,7 @@ class Decoder:
     ops: Ops
 
     def hidden(self, tokens: Tensor, attention: PagedAttention, wanted: Tensor | None) -> Tensor:
-        """Return normalized hidden states, (n, hidden), for tokens (tokens,).
-
-        Only the tokens `wanted` (n,), int64, are returned, None for all; the last layer computes
-        just keys and values of the others.
-        """
+        """Return normalized hidden states of tokens (tokens,), only the `wanted` (n,) or all."""
         x = F.embedding(tokens, self.embedding)
         residual = torch.zeros_like(x)
         beat = attention.beat
@@ -115,10 +111,7 @@ class Layer:
     down: Linear
 
     def __call__(self, x: Tensor, residual: Tensor, attention: PagedAttention, ops: Ops) -> Tensor:
-        """Return the layer's output (tokens, hidden), not yet added to the residual stream.
-
-        Adds x, the previous layer's output, to `residual` in place; both are (tokens, hidden).
-        """
+        """Add x (tokens, hidden) to `residual` in place; return the layer's own output."""
         return self.feed(self.attention_output(x, residual, attention, ops), residual, ops)
 
     def attention_output(

@@ -66,11 +66,7 @@ class LoadedModel:
         max_model_len: int,
         eviction: EvictionConfig | None = None,
     ) -> TorchExecutor:
-        """Build an executor over an empty cache; `eviction` None evicts no entries.
-
-        Raises ModelError if `max_model_len` exceeds the context, ConfigError on a bad eviction
-        policy.
-        """
+        """Build an executor over an empty cache; raises ModelError or ConfigError."""
         if max_model_len > self.config.context:
             raise ModelError(
                 f"max_model_len is {max_model_len}, but {self.name} has a context of "

@@ -56,7 +56,6 @@ class Rope:
         return at * self._grown(positions)
 
     def _grown(self, positions: int) -> Frequencies:
-        """Return NTK-scaled frequencies by position, (positions, head_dim / 2)."""
         assert self.growth is not None
         base, factor = self.growth
         dims = 2 * len(self.frequencies)
@@ -68,10 +67,7 @@ class Rope:
 
 
 def read_rope(source: Mapping[str, Any], head_dim: int) -> Rope:
-    """Parse a config.json's rotary embedding, old (`rope_scaling`) or new style.
-
-    Raises ModelError if the type is unsupported, or a parameter missing or unknown.
-    """
+    """Parse a config.json's rotary embedding, old or new style; raises ModelError."""
     given, kind = rope_parameters(source)
     for name in given.keys() - (COMMON | KEYS[kind]):
         raise ModelError(f"rope parameter {name!r} of {kind!r} is not supported")
@@ -176,10 +172,7 @@ def rotary_table(rope: Rope, positions: int, device: torch.device) -> Tensor:
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Rotate pairs (i, i + head_dim / 2) of heads (tokens, heads, head_dim), as Hugging Face does.
-
-    `turns` holds `rotary_table` rows, (tokens, 1, head_dim).
-    """
+    """Rotate pairs (i, i + head_dim / 2) of (tokens, heads, head_dim), as Hugging Face does."""
     cos, sin = turns.chunk(2, dim=-1)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

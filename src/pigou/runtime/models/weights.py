@@ -112,7 +112,6 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _complete_set(paths: Iterable[Path]) -> list[Path]:
-    """Return the only complete set of numbered shards; [] for none or several."""
     sets: dict[int, list[Path]] = {}
     for path in paths:
         if match := _SHARD.fullmatch(path.name):
@@ -191,11 +190,7 @@ def digest_model(folder: Path) -> str:
 
 
 class Weights:
-    """Tensors of a folder's safetensors files; a context manager.
-
-    On a clean exit every tensor must have been taken. Of differing duplicates, the index's file
-    wins.
-    """
+    """Tensors of safetensors files, each to be taken once; the index decides on duplicates."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         """Open the files; raises ModelError if one is damaged or there are none."""
@@ -258,7 +253,6 @@ class Weights:
             )
 
     def _blame(self, name: str) -> str:
-        """Name the missing file that should hold a missing tensor."""
         file = self._source.index.get(name)
         if file in self._source.missing:
             return f": {file} is missing, though {INDEX} names it; download it"

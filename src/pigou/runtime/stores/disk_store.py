@@ -276,7 +276,6 @@ class DiskStore:
         return count
 
     def _free_slots(self, addresses: list[int]) -> None:
-        """Punch holes for freed slots; raises OSError."""
         for number, _, slots in _by_segment(np.array(addresses, dtype=np.int64)):
             segment = self._folder.segments[number]
             for slot in slots.tolist():
@@ -408,11 +407,7 @@ class SegmentFolder:
         return full * self.slots + max(0, (rest - HEADER_BYTES) // record)
 
     def fresh(self, count: int) -> tuple[int, int, int] | None:
-        """Return a segment, its first unused slot, and how many of `count` blocks fit.
-
-        Creates a segment and drops foreign files, oldest first, as needed. None if full; raises
-        OSError.
-        """
+        """Return (segment, first unused slot, blocks that fit), None if full; raises OSError."""
         open_ones = [n for n, s in self.segments.items() if s.used < s.slots]
         segment = min(open_ones) if open_ones else self._create(count)
         if segment is None:

@@ -146,11 +146,7 @@ class KVOffloader:
         return False
 
     def restore(self, keys: BlockHashes, source: str, blocks: Ints, done: Done) -> bool:
-        """Copy a store's blocks (keys (n, 2)) into device blocks (ids (n,)), verifying each.
-
-        The device blocks belong to the restore until `done`; those not `good` have undefined
-        contents.
-        """
+        """Copy and verify blocks, keys (n, 2), into device blocks (n,), held until `done`."""
         if source != HOST:
             return self._reads[source].offer(
                 self._jobs.restore(keys, self.stores[source], blocks, done)
@@ -446,10 +442,7 @@ class StagedCopy:
         return len(self._rows)
 
     def publish(self, index: Ints, entries: BlockRecords) -> Bools:
-        """Publish staged blocks, positions (n,), to the host store without copying.
-
-        Returns which are in the store now, (n,); False if void or out of room.
-        """
+        """Publish blocks to the host store without copying; False if void or without room."""
         rows, sums = self.take(index)
         return self._host.publish(entries, rows, sums)
 

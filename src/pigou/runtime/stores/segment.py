@@ -119,10 +119,7 @@ class Segment:
         self.live += len(slots)
 
     def read(self, slots: Ints, out: Bytes, rows: Ints) -> None:
-        """Read blocks of ascending `slots` into rows of `out`; raises OSError.
-
-        Rows past the end of a short file stay unchanged.
-        """
+        """Read ascending `slots` into rows, unchanged past the file's end; raises OSError."""
         for begin, end in runs(slots):
             parts = [out[row] for row in rows[begin:end].tolist()]
             _transfer(os.preadv, self._fd, parts, self._offset(int(slots[begin])))

@@ -169,10 +169,7 @@ class BlockRecords:
         parent: BlockHashes | None = None,
         depth: int = 0,
     ) -> BlockRecords:
-        """Build records of consecutive blocks of one sequence, keys (n, 2).
-
-        `expiry` is in nanoseconds since 1970; `parent` (1, 2) is the preceding block's key, if any.
-        """
+        """Build records of consecutive blocks; `expiry` in nanoseconds since 1970."""
         before = np.zeros((1, 2), dtype=np.uint64) if parent is None else parent
         n = len(keys)
         digest = np.frombuffer(tenure, dtype=np.uint8)
@@ -244,10 +241,7 @@ def encode(namespace: bytes, entries: BlockRecords, payloads: Checksums, size: i
 
 
 def decode(raw: Bytes, namespace: bytes, size: int) -> tuple[Bools, BlockRecords, Checksums]:
-    """Parse headers, (n, 128): which are intact and of this layout, records, and checksums.
-
-    Records and checksums of other headers are undefined.
-    """
+    """Parse headers, (n, 128): which are valid, their records, and checksums."""
     table = raw.view(HEADER).reshape(len(raw))
     good: Bools = table["magic"] == MAGIC
     good &= (table["namespace"] == np.frombuffer(namespace, dtype=np.uint8)).all(axis=1)

@@ -285,10 +285,7 @@ class TransferQueue:
 
 
 class TransferRate:
-    """Fits seconds(n) = latency + n * seconds_per_block by least squares with exponential decay.
-
-    Each observation weighs `FADE` times the next; the initial guess decays alike.
-    """
+    """Fits seconds(n) = latency + n * seconds_per_block by decayed least squares."""
 
     FADE = 0.97
 

@@ -201,10 +201,7 @@ class CPUEntryStats(EntryStats):
 
 
 class AttentionMassTracker:
-    """Accumulates attention probabilities into the mass of a row's own, unshared entries.
-
-    Probabilities are summed over the query heads of each KV head.
-    """
+    """Sums attention probabilities, per KV head, into a row's own unshared entries."""
 
     def __init__(
         self, stats: EntryStats, folding: Folding | None, max_seqs: int, group: int
@@ -317,10 +314,7 @@ def put(locations: Ints, tables: Ints, numbers: Floats, line: int, values: Float
 def fold_lines(
     lines: Floats, start: int, stop: int, decays: Floats, notable: float, clock: float
 ) -> None:
-    """Fold mass of entries start..stop of a head's block, lines (1 + fields, size), and clear it.
-
-    Field k becomes `decays[k]` * field k + mass.
-    """
+    """Fold a head's mass and clear it: field_k = decays_k field_k + mass."""
     mass = lines[MASS_LINE]
     for k in range(len(decays)):
         field, decay = lines[AFTER_MASS_LINE + k], decays[k]
@@ -404,11 +398,7 @@ def collect(table: Ints, entries: int, numbers: Floats, out: Floats) -> None:
 def pair_holes(
     victims: Ints, entries: int, moves: Ints, counts: Ints, dead: NDArray[np.uint8]
 ) -> None:
-    """Pair live tail entries with the holes of `victims` (heads, drop), per head.
-
-    Writes `moves` (heads, drop, 2), source and target, and `counts` (heads,); `dead` is zeroed
-    scratch.
-    """
+    """Pair live tail entries with holes of `victims` (heads, drop), into (heads, drop, 2)."""
     heads, drop = victims.shape
     tail = entries - drop
     for head in range(heads):
@@ -431,10 +421,7 @@ def pair_holes(
 
 @kernel
 def fill(kv: NDArray[np.generic], numbers: Floats, table: Ints, moves: Ints, counts: Ints) -> None:
-    """Apply `pair_holes` moves to keys, values and side data.
-
-    `kv` is (blocks, layers, 2, kv_heads, head_dim * size), `moves` (layers * kv_heads, n, 2).
-    """
+    """Apply `pair_holes` moves, (layers * kv_heads, n, 2), to keys, values and side data."""
     _, layers, heads, lines, size = numbers.shape
     part = kv.shape[4]
     width = part // size

@@ -163,10 +163,7 @@ class Evictor:
             dropped.cut(int(self.next[row]))
 
     def add_recomputed(self, row: int, entries: int, count: int, table: Ints) -> Ints:
-        """Append entries for dropped tokens and return their positions.
-
-        Raises ValueError if fewer than `count` were dropped.
-        """
+        """Append entries for `count` dropped tokens; raises ValueError if there are fewer."""
         positions, data = self._dropped_of(row).take(count)
         slots = np.arange(entries, entries + count, dtype=np.int32)
         locations = np.stack((positions, slots, np.zeros_like(slots)))
@@ -352,7 +349,6 @@ class Evictor:
 
 
 def _batches(rows: Sequence[T], sizes: Sequence[int]) -> Iterator[Sequence[T]]:
-    """Yield batches of rows totalling at most `AT_ONCE`, or one larger row."""
     first = total = 0
     for end, size in enumerate(sizes):
         if total + size > AT_ONCE and end > first:
@@ -458,10 +454,7 @@ class Dropped:
         self.data = np.concatenate((old, data), axis=1)[:, order]
 
     def take(self, count: int) -> tuple[Ints, Floats]:
-        """Remove the `count` tokens of highest return; return positions and side data.
-
-        Both are in position order. Raises ValueError if there are fewer.
-        """
+        """Remove the `count` tokens of highest return, by position; raises ValueError if fewer."""
         if count > len(self.positions):
             known = len(self.positions)
             raise ValueError(f"{count} tokens are to come back; {known} were given up")

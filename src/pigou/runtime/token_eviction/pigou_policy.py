@@ -120,7 +120,6 @@ class Pigou(TokenPolicy):
         return np.split(self._returns(content, masses, age), stops[:-1], axis=2)
 
     def _features(self, entries: CacheEntries) -> tuple[Tensor, Tensor, Tensor]:
-        """Return content, attention mass and age, as `ReturnModel.value` takes them."""
         data = torch.from_numpy(entries.data)
         first = 1 + entries.names.index("mass")
         mass, older = data[:, :, first], data[:, :, first + 1 : first + 4].movedim(2, -1)
@@ -202,11 +201,7 @@ class Paper(PaperLossy):
 
 
 class CompiledReturns:
-    """Summarizes and scores entries in place on the CPU.
-
-    Equals `ReturnModel` after `unrotate`, within rounding; side data must be laid out as
-    `Pigou.fields`.
-    """
+    """Summarizes and scores in place on the CPU, equal to `ReturnModel` within rounding."""
 
     def __init__(self, model: ReturnModel, turns: Tensor) -> None:
         amplitude = turns[0].square().sum() / (turns.shape[1] // 2)

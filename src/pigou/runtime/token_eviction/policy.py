@@ -142,20 +142,14 @@ class TokenPolicy:
         return [self.score(entries) for entries in rows]
 
     def predict(self, row: RowEntries) -> PredictedReturns:
-        """Score a row's entries in place by kernels, if `compiled`; replaces `birth` and `score`.
-
-        Scores of protected entries are undefined.
-        """
+        """Score in place by kernels, if `compiled`, instead of `birth` and `score`."""
         raise NotImplementedError
 
     def summarize(self, row: RowEntries) -> None:
         """Store the `birth` fields of a row's new entries, before compaction moves any."""
 
     def birth(self, keys: Tensor, values: Tensor, positions: Ints) -> Tensor:
-        """Return the `summary_fields` of new entries, (layers, kv_heads, n, fields).
-
-        `keys`, rotated, and `values` are float32, (layers, kv_heads, n, head_dim).
-        """
+        """Return `summary_fields` of new entries' rotated keys and values, (..., n, fields)."""
         raise NotImplementedError
 
     def from_logits(self, logits: Tensor) -> Tensor:

@@ -77,10 +77,7 @@ class ReturnModel:
         return torch.bmm(hidden, self.birth_out).view(*keys.shape[:3], CONTENT)
 
     def value(self, content: Tensor, masses: Tensor, age: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and standard deviation of the log return, (layers, kv_heads, n).
-
-        `masses` are sums over query heads, discounted by `SCALES`, (layers, kv_heads, n, scales).
-        """
+        """Return mean and standard deviation of the log return, (layers, kv_heads, n)."""
         x = features(content, masses, age).flatten(0, 1)
         hidden = F.silu(torch.baddbmm(self.value_bias.mT, self.value_in.mT, x), inplace=True)
         out = torch.baddbmm(self.value_last.mT, self.value_out.mT, hidden)
@@ -262,10 +259,7 @@ def turn_back(keys: Floats, cos: Floats, sin: Floats) -> None:
 
 @fast
 def load(keys: Stored, values: Stored, start: int, size: int, x: Floats) -> None:
-    """Load keys and values of LANES entries of a head's block into x (2 * head_dim, LANES).
-
-    `keys` is (head_dim * size,), `values` (size * head_dim,).
-    """
+    """Load keys and values of LANES entries of a head's block into x (2 * head_dim, LANES)."""
     width = len(values) // size
     for d in range(width):
         line = keys[d * size + start : d * size + start + LANES]
@@ -328,10 +322,7 @@ def summarize(
 def load_features(
     lines: Floats, positions: Ints, start: int, following: int, fades: Floats, x: Floats, at: int
 ) -> None:
-    """Load LANES entries of a head's block into columns of x from `at` on, before logarithms.
-
-    `lines` is (1 + fields, size), `positions` (size,), `x` (CONTENT + scales + 1, columns).
-    """
+    """Load LANES entries' features into columns of x from `at` on, before logarithms."""
     scales = len(fades)
     content_line = AFTER_MASS_LINE + scales
     mass = lines[MASS_LINE, start : start + LANES]

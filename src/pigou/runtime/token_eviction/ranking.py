@@ -26,10 +26,7 @@ class Ranking:
     returns: Returns | None
 
     def victims(self, first: int, drop: int) -> Ints | None:
-        """Return each head's first `drop` victims from slot `first` on; None if too few.
-
-        Shape as `slots`, with `drop` columns.
-        """
+        """Return each head's first `drop` victims from slot `first` on; None if too few."""
         if first <= self.first:
             return (
                 np.ascontiguousarray(self.slots[:, :drop]) if self.slots.shape[1] >= drop else None
@@ -46,10 +43,7 @@ def rank(
     max_entries: int,
     size: int,
 ) -> Ranking:
-    """Rank a row's entries from slot `first` on, except sinks and recent ones.
-
-    Raises ValueError if a return is not finite.
-    """
+    """Rank a row's evictable entries from slot `first` on; raises ValueError if not finite."""
     scores, positions = predicted
     if not np.isfinite(scores).all():
         raise ValueError("the policy yields returns that are not finite")

@@ -74,10 +74,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A load from tiers has ended with its first `blocks` blocks.
-
-    If the read `failed`, the next block may still be in its store.
-    """
+    """A load from tiers ended with its first `blocks` blocks; if `failed`, more may be stored."""
 
     request: str
     blocks: int
@@ -127,10 +124,7 @@ Command: TypeAlias = (
 
 @dataclass(slots=True)
 class Gauges:
-    """Metrics of the core; "total" counts since the start.
-
-    Only the engine thread writes them; any thread may read.
-    """
+    """Metrics of the core, written by the engine thread alone; "total" counts since the start."""
 
     running: int = 0
     waiting: int = 0
@@ -177,10 +171,7 @@ class Gauges:
         self.held, self.cached = core.held, core.cached_blocks
 
     def read(self, core: EngineCore, plan: Plan, added: int, warm_queries: int) -> None:
-        """Read all metrics at the start of a plan, counting its tokens as computed.
-
-        `warm_queries`: prefix queries of the warm-up.
-        """
+        """Read all metrics at a plan's start; `warm_queries` are prefix queries of the warm-up."""
         self.read_load(core, added)
         rows, used = core.rows, core.rows.length > 0
         self.table_blocks = int(rows.blocks[used].sum())

@@ -89,11 +89,7 @@ class EngineClient:
             )
 
     def submit(self, reply: Reply, pairs: list[tuple[ReplySequence, Add]]) -> None:
-        """Compute the choices of one prompt; fails the reply after `cut_off`.
-
-        Choices after the first start once it has a token, so that they hit the prompt's cached
-        blocks.
-        """
+        """Compute one prompt's choices; those after the first wait for it to fill the cache."""
         if self._closed is not None:
             reply.fail(self._closed)
             return
@@ -106,7 +102,6 @@ class EngineClient:
         self._send(reply, leader)
 
     def _send(self, reply: Reply, add: Add) -> None:
-        """Send a sequence to the engine, or queue it behind others of its request."""
         if self._held.enters(id(reply), add):
             self._enter(add)
 
@@ -115,7 +110,6 @@ class EngineClient:
         self._put(add)
 
     def _left(self, reply: Reply) -> None:
-        """Send the next queued sequence of a request."""
         if (add := self._held.left(id(reply))) is not None:
             self._enter(add)
 
@@ -137,10 +131,7 @@ class EngineClient:
                 self._send(flight[1], add)
 
     async def lease_cached(self, request: Request) -> dict[str, Any] | None:
-        """Offer a prompt's cached blocks to another worker; return the ticket, if any.
-
-        Raises APIError 500 if the engine dies meanwhile.
-        """
+        """Offer a prompt's cached blocks; return the ticket. Raises APIError 500 if dead."""
         future: asyncio.Future[dict[str, Any] | None]
         future = self._lease_futures[request.id] = asyncio.get_running_loop().create_future()
         self._put(LeaseCached(request))
@@ -178,7 +169,6 @@ class EngineClient:
         return self._fail_all(self._closed)
 
     def _fail_all(self, error: APIError) -> int:
-        """Fail all replies in flight; return their number."""
         replies = {id(reply): reply for _, reply, _ in self._flights.values() if not reply.done}
         for reply in replies.values():
             reply.fail(error)
@@ -325,10 +315,7 @@ class EngineClient:
 
 
 class WaitingSequences:
-    """Bounds the sequences per reply in the engine, and queues the rest.
-
-    A reply is identified by a number while it has sequences.
-    """
+    """Bounds the sequences per reply (identified by number) in the engine; queues the rest."""
 
     def __init__(self, max_in_engine: int = 0) -> None:
         self._max_in_engine = max_in_engine

@@ -289,7 +289,6 @@ class EngineThread:
                 self._core.tiers.learn(RecomputeCost(self._core.config.block_size / rates.prefill))
 
     def _begin(self, plan: Plan, now: int) -> None:
-        """Record new rows, and start loads and moves."""
         if self.tiers is not None:
             self.tiers.make(plan.moves)
         for started in plan.started:
@@ -335,7 +334,6 @@ class EngineThread:
         return True
 
     def _take(self, effects: Effects) -> None:
-        """Report the effects of a core call."""
         if self._events and effects.events:
             self._out.events += [self._wire_event(event) for event in effects.events]
         for finished in effects.finished:
@@ -423,10 +421,7 @@ class TracedPrompts:
     def chunks(
         self, plan: Plan, entries: Sequence[str], start_ns: int, end_ns: int
     ) -> list[PromptChunk]:
-        """Return the chunks of traced prompts in a plan, which come last.
-
-        `start_ns`: start of its first step, monotonic nanoseconds.
-        """
+        """Return a plan's traced prompt chunks; `start_ns` is when its first step began."""
         chunks: list[PromptChunk] = []
         for entry in range(len(plan.counts) - 1, -1, -1):
             tokens = plan.counts.item(entry)

@@ -60,10 +60,7 @@ class Heartbeat:
 
 
 def publish(heartbeat: Heartbeat) -> None:
-    """Print the heartbeat every second from a thread, if the parent process enabled it.
-
-    It works even if the event loop is too slow to answer `/health`.
-    """
+    """Print the heartbeat every second from a thread, if the parent process enabled it."""
     if os.environ.get(ENABLED_VARIABLE):
         threading.Thread(target=_print, args=(heartbeat,), name="heartbeat", daemon=True).start()
 

@@ -41,10 +41,7 @@ class EventPublisher:
     def __init__(
         self, endpoint: str, replay_endpoint: str, secret: FleetSecret | None = None
     ) -> None:
-        """Bind both sockets (port `*` takes a free one); raises ConfigError if that fails.
-
-        Without a secret (ZMQ CURVE) anyone may connect.
-        """
+        """Bind both sockets (port `*` takes a free one); raises ConfigError if that fails."""
         self._encrypted = secret is not None
         self._context = zmq.asyncio.Context()
         self._pub = zmq.Socket(zmq.Context(self._context), zmq.PUB)

@@ -67,10 +67,7 @@ class OffloadConnector:
         log.info("tier %d has %d blocks from before the start, %d of use", tier, len(blocks), count)
 
     def measure(self, wait: float) -> None:
-        """Update the tiers' speeds; a tier whose store is down is unreadable.
-
-        `wait`: mean seconds until the core notices a finished read, mostly at step ends.
-        """
+        """Update the tiers' speeds; `wait` is the mean delay until the core sees a read."""
         now = time.monotonic_ns()
         if now - self._measured < _FRESH:
             return
@@ -190,10 +187,7 @@ class HostMemory:
 
 
 def divide_host_memory(config: WorkerConfig, layout: KVLayout, blocks: int) -> HostMemory:
-    """Divide host memory for a device of `blocks` blocks.
-
-    Raises ConfigError if the host tier has no room beyond staging.
-    """
+    """Divide host memory for `blocks` device blocks; raises ConfigError if it is too small."""
     host = [tier for tier in config.tiers if tier.name == HOST]
     far = len(config.tiers) - len(host)
     reads = _READS if far > 1 or (far and config.device != "cpu") else 0

@@ -228,19 +228,14 @@ class MockTimes:
 
 
 class _LinkKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Keys of a link; how it is shared is none of them: loads come one after another, and a sender
-    is not shared.
-    """
+    """Keys of a link, see `read_link`."""
 
     gbps: float = 400.0
     latency_us: float = 200.0
 
 
 def timed(spec: str, model: str, gpu: str, tp: int, link: str, block_size: int) -> MockTimes:
-    """Build a worker's timing; `link` is `gbps=..,latency_us=..`, or "" for none.
-
-    Raises ConfigError if one is invalid, or needs more than one worker.
-    """
+    """Build a worker's timing; raises ConfigError if a value is invalid."""
     built = build_timing(spec, model, gpu, tp)
     if built.overhead_s and not is_measured(spec):  # measured workers include their own overhead
         raise ConfigError(

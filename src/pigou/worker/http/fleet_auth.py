@@ -1,4 +1,4 @@
-"""Authentication of a worker's clients by the fleet secret, where there is one."""
+"""Authenticates a worker's clients by the fleet secret, if there is one."""
 
 from __future__ import annotations
 
@@ -13,23 +13,20 @@ from pigou.wire.fleet_secret import NONCE, PROOF, TENANT, FleetSecret
 from pigou.wire.names import is_loopback
 from pigou.worker.config import WorkerConfig
 
-#: Routes whose status, without a body, is for probes that know no secret.
+#: Routes that answer probes without the secret, status only.
 _PROBES = ("/health", "/ping", "/health/live", "/health/ready")
-#: Longest nonce that is answered.
+#: Max nonce length.
 _NONCE_CHARACTERS = 128
-#: Mark of the tenant of the request that the current task answers.
+#: Tenant of the current request.
 _tenant: ContextVar[str] = ContextVar("fleet tenant", default="")
 
 
 def fleet_guard(secret: FleetSecret | None) -> Middleware:
-    """Return the middleware that refuses what does not carry the secret, before a body is read.
-
-    Without a secret everybody is let in.
-    """
+    """Return middleware that rejects requests without the secret, before reading the body."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        # One task answers all requests of a connection, so that it is set for each of them.
+        # Reset per request, since one task serves a whole connection.
         _tenant.set("")
         if secret is None or secret.admits(request.headers.get("authorization")):
             if secret is not None:
@@ -43,10 +40,7 @@ def fleet_guard(secret: FleetSecret | None) -> Middleware:
 
 
 def fleet_tenant() -> str:
-    """Return the mark of the tenant that the fleet's gateway told; empty where none was.
-
-    Without a fleet secret anybody may send the header, so it is not looked at.
-    """
+    """Return the tenant marked by the fleet's gateway; empty without a fleet secret."""
     return _tenant.get()
 
 
@@ -66,10 +60,7 @@ def _refusal(request: web.Request, secret: FleetSecret) -> web.Response:
 
 
 def check_exposure(config: WorkerConfig, secret: FleetSecret | None) -> None:
-    """Refuse to listen beyond this machine without a secret, unless that was asked for.
-
-    Raises ConfigError: naming the address and the remedies.
-    """
+    """Refuse to listen beyond loopback without a secret, unless allowed; raises ConfigError."""
     if secret is not None or config.allow_open:
         return
     addresses = {"host": config.host}
@@ -86,7 +77,6 @@ def check_exposure(config: WorkerConfig, secret: FleetSecret | None) -> None:
 
 
 def _host(endpoint: str) -> str:
-    """Return the host of a ZMQ address; one of this machine for all that is no TCP."""
     scheme, _, rest = endpoint.partition("://")
     return rest.rpartition(":")[0].strip("[]") if scheme == "tcp" else "127.0.0.1"
 

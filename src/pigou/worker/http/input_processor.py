@@ -1,4 +1,4 @@
-"""From request bodies to sequences in the engine: checks, grammars, sampling parameters."""
+"""InputProcessor: converts request bodies to engine sequences."""
 
 from __future__ import annotations
 
@@ -36,24 +36,23 @@ from pigou.worker.http.structured_output_pool import (
 )
 from pigou.worker.kv_transfer.transfer_params import TransferParams, checked_transfer_params
 
-#: Sequences that one request may ask for.
+#: Max sequences per request.
 MAX_SEQUENCES = 1024
 _MILLISECOND = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """What the sequences of one request have in common."""
+    """Shared inputs of a request's sequences."""
 
     request: GenerationRequest
     shape: OutputConstraint
-    # checked `kv_transfer_params` of a worker that has the prompt's blocks; or None.
-    ticket: TransferParams | None
-    trace: RequestTrace | None = None  # of the request; None where it is not traced
+    ticket: TransferParams | None  # verified, of a worker that has the prompt's blocks
+    trace: RequestTrace | None = None
 
 
 class InputProcessor:
-    """Takes requests in. Raises `APIError` for what cannot be honoured."""
+    """Converts requests to sequences; raises `APIError` on what cannot be honoured."""
 
     def __init__(
         self,
@@ -63,10 +62,7 @@ class InputProcessor:
         grammars: GrammarSource,
         key: bytes = b"",
     ) -> None:
-        """Take requests in for these.
-
-        `key`: of the fleet, by which tickets of other workers are signed; empty takes any.
-        """
+        """`key` verifies other workers' tickets; empty accepts unsigned ones."""
         self._key = key
         self._model = model
         self._config = config
@@ -81,11 +77,7 @@ class InputProcessor:
         self, request: CompletionRequest, request_id: str, tenant: str = "",
         trace: RequestTrace | None = None,
     ) -> Reply:  # fmt: skip
-        """Begin a completion; `request_id` becomes part of its id.
-
-        Grammars are compiled in turn by `tenant`, or by `cache_salt` where that is empty. `trace`
-        gets the phases.
-        """
+        """Start a completion; grammars compile fairly by `tenant`, else by `cache_salt`."""
         self._check(request)
         sources = request_validation.prompts(request)
         count = len(sources) * (request.n or 1)
@@ -109,7 +101,7 @@ class InputProcessor:
         self, request: ChatRequest, request_id: str, tenant: str = "",
         trace: RequestTrace | None = None,
     ) -> Reply:  # fmt: skip
-        """Begin a chat completion; see `completion`."""
+        """Start a chat completion (see `completion`)."""
         self._check(request)
         tools = self._shapes.tools(request)
         prompt = await self.prompts.prompt(request, *self.prompts.source(request))
@@ -121,7 +113,7 @@ class InputProcessor:
         return self._begin(inputs, f"chatcmpl-{request_id}", [prompt])
 
     async def cached(self, request: CompletionRequest | ChatRequest) -> Request:
-        """Return what identifies a prompt's blocks in the cache; nothing of it is computed."""
+        """Return the cache identity of a prompt, computing nothing."""
         self._service.check_open()
         self.check_model(request.model)
         prompt = await self.prompts.prompt(request, *self.prompts.source(request))
@@ -134,7 +126,7 @@ class InputProcessor:
         )
 
     def check_model(self, name: str | None) -> None:
-        """Raise `APIError` 404 unless the name is this worker's model."""
+        """Raise `APIError` 404 unless `name` is this worker's model."""
         if name is not None and name != self._model.name:
             raise APIError(
                 404,
@@ -143,7 +135,7 @@ class InputProcessor:
             )
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self.prompts.close()
 
     # --- checks -----------------------------------------------------------------------------
@@ -192,7 +184,7 @@ class InputProcessor:
     async def _ticket(
         self, request: GenerationRequest, prompt: TokenizedPrompt
     ) -> TransferParams | None:
-        """Return the ticket of a second leg; None where there is none, or it is refused."""
+        """Return a decode leg's ticket; None if absent or rejected."""
         params = request.kv_transfer_params
         if params is None or not offers_blocks(params):
             return None
@@ -204,7 +196,7 @@ class InputProcessor:
         return check() if len(tokens) <= LONG else await self.prompts.off_loop(check)
 
     def _tenure(self, request: GenerationRequest) -> bytes:
-        """Return the seed of the hashes that tickets name, whether or not anything is cached."""
+        """Return the seed of ticket hashes, with or without caching."""
         return self._model.seed(request.cache_salt or "")
 
     # --- sequences --------------------------------------------------------------------------
@@ -220,7 +212,7 @@ class InputProcessor:
         reply = Reply(id, int(time.time()), self._model.name, options)
         if inputs.trace is not None:
             inputs.trace.phase("prepare")
-        # Choice j of a seeded request is what the same request with seed + j yields.
+        # Choice j of a seeded request equals the same request with seed + j.
         seed = request.seed if request.seed is not None else secrets.randbits(62)
         pairs: list[tuple[ReplySequence, Add]] = []
         for prompt in prompts:
@@ -270,7 +262,7 @@ class InputProcessor:
     def _explain(
         self, sequence: ReplySequence, prompt: TokenizedPrompt, options: ReplyOptions
     ) -> None:
-        """Let a sequence report log-probabilities, behind its resumed tokens."""
+        """Enable logprobs of a sequence, after its resumed tokens."""
         tokenizer, resumed = self._model.tokenizer, prompt.output
         echoed = prompt.original if resumed and options.echo is not None else []
         sequence.explainer = Explainer(tokenizer, resumed)
@@ -287,7 +279,7 @@ class InputProcessor:
     ) -> Add:
         request, arrival, index = inputs.request, sequence.arrival, sequence.index
         ticket = None if index else inputs.ticket  # one sequence fetches, the others hit
-        # Where the prompt's log-probabilities are asked for, all of it is computed.
+        # Prompt logprobs require computing all of it.
         fetches = ticket is not None and params.prompt_logprobs is None
         deadline_ms, resumed = request.deadline_ms, prompt.resumed
         core = Request(
@@ -341,21 +333,21 @@ def _sequences(request: GenerationRequest) -> int:
     return len(prompts) * max(1, request.n or 1)
 
 
-#: Texts and prompts longer than this (characters, tokens) are processed off the event loop.
+#: Longer texts (characters) and prompts (tokens) are processed off the event loop.
 LONG = 4096
-#: Tokens at the end of a prompt in which a template opens reasoning.
+#: Final prompt tokens searched for an opened reasoning block.
 _PROMPT_END = 24
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """Tokens of one prompt; the last `resumed` of them were generated elsewhere."""
+    """Tokens of one prompt, resumed ones included."""
 
-    tokens: list[int]  # token ids, resumed ones included
-    resumed: int  # how many of the last tokens were generated elsewhere
-    text: str | None  # what was tokenized; None for token ids and for a truncated prompt
-    hashes: BlockHashes  # of its full blocks, shape (n, 2); empty where it must not hit the cache
+    tokens: list[int]  # ids, resumed ones included
+    resumed: int  # trailing tokens that were generated elsewhere
+    text: str | None  # that was tokenized; None for token ids or a truncated prompt
+    hashes: BlockHashes  # of its full blocks, shape (n, 2); empty if it must not hit the cache
 
     @property
     def original(self) -> list[int]:
@@ -364,12 +356,12 @@ class TokenizedPrompt:
 
     @property
     def output(self) -> list[int]:
-        """Tokens that were generated elsewhere."""
+        """The resumed tokens."""
         return self.tokens[len(self.tokens) - self.resumed :]
 
 
 class PromptProcessor:
-    """Renders, tokenizes and hashes prompts; long ones on threads of its own."""
+    """Renders, tokenizes and hashes prompts; long ones on its own threads."""
 
     def __init__(self, model: ServedModel, config: WorkerConfig) -> None:
         self._model = model
@@ -377,17 +369,17 @@ class PromptProcessor:
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def off_loop(self, call: Callable[[], _T]) -> _T:
-        """Return what `call` returns, called on a thread."""
+        """Run `call` on a thread and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
     # --- text and tokens --------------------------------------------------------------------
 
     def source(self, request: CompletionRequest | ChatRequest) -> tuple[str | list[int], bool]:
-        """Return the one prompt of a request, and whether special tokens are added to its text."""
+        """Return a request's prompt, and whether to add special tokens to its text."""
         if isinstance(request, ChatRequest):
             source = request.prompt_token_ids or self.render(request)
             return source, bool(request.add_special_tokens)
@@ -397,10 +389,7 @@ class PromptProcessor:
         return prompts[0], request.add_special_tokens is not False
 
     def render(self, request: Any) -> str:
-        """Return the text of a chat's prompt, by the model's template.
-
-        Raises APIError: 400, there is no template, or it refuses the messages.
-        """
+        """Render a chat's prompt; raises APIError 400 without a template or on invalid messages."""
         template = self._model.template
         if template is None:
             raise bad_request(
@@ -422,10 +411,7 @@ class PromptProcessor:
             raise bad_request(str(error), "messages") from None
 
     async def encode(self, text: str, special: bool) -> list[int]:
-        """Return the tokens of a text; a long one is tokenized off the event loop.
-
-        Raises APIError: 400, the text is longer than the context could hold.
-        """
+        """Tokenize a text, long ones off the event loop; raises APIError 400 if too long."""
         context = self._model.limits.max_model_len
         max_characters = context * self._model.tokenizer.vocabulary.max_token_bytes
         if len(text) > max_characters:
@@ -439,10 +425,7 @@ class PromptProcessor:
         return await self.off_loop(lambda: self._model.tokenizer.encode(text, special))
 
     async def decode(self, tokens: list[int]) -> str:
-        """Return the text of tokens, control tokens included.
-
-        Raises APIError: 400, an id is not in the vocabulary.
-        """
+        """Return the text of tokens, control tokens included; raises APIError 400 on a bad id."""
         self._check_vocabulary(tokens, "tokens")
         decode = self._model.tokenizer.decode
         if len(tokens) <= LONG:
@@ -450,13 +433,13 @@ class PromptProcessor:
         return await self.off_loop(lambda: decode(tokens, skip_special=False))
 
     def echo(self, prompt: TokenizedPrompt) -> str:
-        """Return the text of a prompt, without resumed tokens."""
+        """Return a prompt's text, without resumed tokens."""
         if prompt.text is not None:
             return prompt.text
         return self._model.tokenizer.decode(prompt.original)
 
     def open_reasoning(self, request: GenerationRequest, prompt: TokenizedPrompt) -> str:
-        """Return what opened the reasoning that a chat's reply begins within; "" for none."""
+        """Return the tag of a reasoning block that a chat's prompt leaves open; "" for none."""
         final = None
         if isinstance(request, ChatRequest) and request.continue_final_message:
             content = request.messages[-1].get("content")
@@ -470,10 +453,7 @@ class PromptProcessor:
     async def prompt(
         self, request: GenerationRequest, source: str | list[int], special: bool
     ) -> TokenizedPrompt:
-        """Return the prompt of `source`, text or token ids.
-
-        Raises APIError: 400, it has no tokens, unknown ones, or fewer than `resume_tokens` says.
-        """
+        """Build the prompt from text or token ids; raises APIError 400 if it is invalid."""
         text = source if isinstance(source, str) else None
         tokens = await self.encode(source, special) if isinstance(source, str) else source
         if not tokens:
@@ -495,10 +475,7 @@ class PromptProcessor:
         return TokenizedPrompt(tokens, resumed, text, await self._hashes(tokens, request))
 
     def cache_seed(self, request: GenerationRequest) -> bytes:
-        """Return the seed of the request's block hashes; empty where nothing is to be cached.
-
-        Nothing is cached under an expired tenure either: what was made under it is void.
-        """
+        """Return the seed of the block hashes; empty without caching or under an expired tenure."""
         salt = request.cache_salt or ""
         if not self._config.prefix_caching or salt_expiry(salt) <= time.time_ns():
             return b""
@@ -522,14 +499,13 @@ class PromptProcessor:
 
 
 def wants_logprobs(request: GenerationRequest) -> bool:
-    """Return whether a request asks for log-probabilities of its output."""
+    """Return True if a request asks for output logprobs."""
     if isinstance(request, ChatRequest):
         return bool(request.logprobs)
     return isinstance(request, CompletionRequest) and request.logprobs not in (None, False)
 
 
 def _template_variables(request: Any) -> dict[str, Any]:
-    """Return what a chat template is given besides the messages."""
     variables = dict(request.chat_template_kwargs or {})
     if getattr(request, "reasoning_effort", None) is not None:
         variables["reasoning_effort"] = request.reasoning_effort

@@ -1,4 +1,4 @@
-"""The reply to one HTTP request while it is computed: choices, frames, usage."""
+"""Reply: the reply to one HTTP request while it is computed; also its trace."""
 
 from __future__ import annotations
 
@@ -25,33 +25,30 @@ class ReplySequence:
 
     id: str
     index: int
-    prompt: list[int]  # token ids of the original prompt
+    prompt: list[int]  # original token ids
     choice: SequenceOutput
-    arrival: int  # when it was submitted; all times in monotonic nanoseconds
-    begun: int = 0  # when it first took a row; 0 before
-    first: int = 0  # when its first token came; 0 before
-    last: int = 0  # when its last token came
-    # tokens of the prompt that were not computed here, those of other workers included.
-    cached: int = 0
-    loaded: int = 0  # of those, tokens that came from another worker
-    preemptions: int = 0  # times that it lost its row
-    explainer: Explainer | None = None  # puts log-probabilities into words; None where nobody asked
-    # of the tokens so far (and of the prompt's, with echo).
+    arrival: int  # submission; all times in monotonic nanoseconds
+    begun: int = 0  # first took a row; 0 before
+    first: int = 0  # first token; 0 before
+    last: int = 0  # last token
+    cached: int = 0  # prompt tokens not computed here, other workers' included
+    loaded: int = 0  # of those, from another worker
+    preemptions: int = 0
+    explainer: Explainer | None = None  # formats logprobs, if requested
+    # of the tokens so far (and the prompt's, with echo).
     logprobs: list[LogprobsEntry] = field(default_factory=list)
     prompt_logprobs: list[LogprobsEntry] | None = None
-    # all text so far, of a reply that is not streamed.
-    text: list[str] = field(default_factory=list)
-    offset: int = 0  # length of the text of the tokens whose log-probabilities were sent
-    opened: bool = False  # whether a chunk was sent
-    tools: ToolStream | None = None  # its tool calls; None where it may make none
-    # when the transfer of its blocks began; 0 without one, or where it is not traced.
-    loading: int = 0
-    # of its prompt, where it is traced: begin, end, tokens.
+    text: list[str] = field(default_factory=list)  # of a non-streamed reply
+    offset: int = 0  # text length of the tokens whose logprobs were sent
+    opened: bool = False  # a chunk was sent
+    tools: ToolStream | None = None  # tool calls, if allowed
+    loading: int = 0  # start of its block transfer; 0 if none or not traced
+    # prefill chunks, if traced: begin, end, tokens.
     chunks: Sequence[tuple[int, int, int]] = ()
 
     @property
     def finish(self) -> str | None:
-        """Why it ended, as clients are told; None while it runs."""
+        """Finish reason for clients; None while running."""
         choice = self.choice
         called = self.tools is not None and bool(self.tools.calls)
         if called and choice.finish == "stop" and not choice.stopped_by_text:
@@ -61,32 +58,31 @@ class ReplySequence:
 
 @dataclass(frozen=True, slots=True)
 class ReplyOptions:
-    """What a reply holds besides text."""
+    """Optional contents of a reply."""
 
     chat: bool
     stream: bool = False
-    token_ids: bool = False  # it has token ids
-    usage: bool = False  # a stream ends with its usage
-    running_usage: bool = False  # every chunk of a stream has the usage so far
+    token_ids: bool = False
+    usage: bool = False  # at the end of a stream
+    running_usage: bool = False  # in every chunk of a stream
     logprobs: bool = False
-    echo: list[str] | None = None  # text of each prompt, shown before the output; None for no echo
-    resumed: int = 0  # tokens that were generated and sent elsewhere
-    # blocks are kept for another worker, and the reply carries their ticket.
-    keep_blocks: bool = False
+    echo: list[str] | None = None  # text of each prompt, before the output
+    resumed: int = 0  # tokens generated and sent elsewhere
+    keep_blocks: bool = False  # hold blocks for another worker, and return their ticket
     per_prompt: int = 1
-    scores_only: bool = False  # the prompt is scored, and nothing is generated
+    scores_only: bool = False  # score the prompt, generate nothing
 
     @property
     def bare(self) -> bool:
-        """Whether chunks hold nothing but text."""
+        """True if chunks hold only text."""
         return not (self.token_ids or self.running_usage or self.logprobs)
 
 
 class Reply:
-    """Collects what the engine yields for one HTTP request."""
+    """Collects the engine's output for one HTTP request."""
 
     def __init__(self, id: str, created: int, model: str, options: ReplyOptions) -> None:
-        """Begin without sequences; `created` is Unix time in seconds."""
+        """`created` is Unix time in seconds."""
         self.id = id
         self.created = created
         self.model = model
@@ -104,14 +100,14 @@ class Reply:
     # --- what comes in ----------------------------------------------------------------------
 
     def add(self, sequence: ReplySequence) -> None:
-        """Take a further sequence in."""
+        """Add a sequence."""
         self.sequences.append(sequence)
         self.open += 1
 
     def take(self, sequence: ReplySequence, token: int, report: Report | None) -> bool:
-        """Take a token of a sequence; return whether that ended it."""
+        """Add a token to a sequence; True if it ends the sequence."""
         if self.options.scores_only:
-            self.end(sequence, "length")  # the step that scored the prompt sampled it: no output
+            self.end(sequence, "length")  # sampled by the scoring step: not output
             return True
         choice = sequence.choice
         text = choice.take(token)
@@ -135,13 +131,12 @@ class Reply:
     def _take_with_tools(
         self, sequence: ReplySequence, token: int, text: str, report: Report | None
     ) -> bool:
-        """Take a token of a sequence that may call tools; return whether that ended it."""
         assert sequence.tools is not None
         ended = sequence.choice.finish is not None
         delta = sequence.tools.feed(text, ended)
         if report is not None and sequence.explainer is not None:
             sequence.logprobs.append(sequence.explainer.explain(report))
-        # One chunk for a token: a stream that goes on elsewhere begins between two of them.
+        # One chunk per token, so that a stream can be resumed elsewhere between chunks.
         if self.options.stream and (delta or ended or not self.options.bare):
             self._chunk(sequence, text, [token], delta)
         if ended:
@@ -149,7 +144,7 @@ class Reply:
         return ended
 
     def end(self, sequence: ReplySequence, reason: str) -> None:
-        """End a sequence that the engine ended, and no token did."""
+        """End a sequence that the engine ended without a final token."""
         text = sequence.choice.end(reason)
         delta = None if sequence.tools is None else sequence.tools.feed(text, True)
         if self.options.stream:
@@ -164,7 +159,7 @@ class Reply:
         self._wake.set()
 
     def hand_over(self, ticket: Json | None) -> None:
-        """Note that the engine is done with the request; `ticket` for the blocks it holds."""
+        """Record that the engine finished the request; `ticket` names its held blocks."""
         self.ticket = ticket or self.ticket
         self._keep_blocks = False
         if self.done:
@@ -179,31 +174,31 @@ class Reply:
 
     @property
     def done(self) -> bool:
-        """Whether nothing more will come."""
+        """True if the reply is complete."""
         return self.error is not None or (self.open == 0 and not self._keep_blocks)
 
     def failure(self) -> APIError | None:
-        """Return what went wrong, if anything did."""
+        """The error, if the reply failed."""
         return self.error
 
     async def wait(self) -> None:
-        """Wait for frames (of a stream), or for the end."""
+        """Wait for stream frames or the end."""
         await self._wake.wait()
         self._wake.clear()
 
     def take_frames(self) -> bytes:
-        """Return the frames since the last call."""
+        """Return and clear the pending frames."""
         frames, self._frames = self._frames, []
         return b"".join(frames)
 
     def opening(self) -> bytes:
-        """Return the frames that open a stream."""
+        """Return a stream's opening frames."""
         if not self.options.chat or self.options.resumed:
             return b""
         return b"".join(self._role(sequence) for sequence in self.sequences)
 
     def closing(self) -> bytes:
-        """Return the frames that close a stream, after the last choice."""
+        """Return a stream's closing frames, after the last choice."""
         usage = self._stream.usage(self.usage()) if self.options.usage else b""
         return usage + DONE
 
@@ -216,7 +211,7 @@ class Reply:
         return openai_replies.usage(prompt, completion, cached)
 
     def body(self) -> bytes:
-        """Return the JSON body of a reply that is not streamed."""
+        """Return the JSON body of a non-streamed reply."""
         if self.options.chat:
             first = self.sequences[0]
             return openai_replies.whole(
@@ -321,7 +316,7 @@ def _prompt_logprobs(sequence: ReplySequence) -> list[dict[str, Any] | None] | N
     return None if logprobs is None else openai_replies.prompt_logprobs(logprobs)
 
 
-#: Name of the root, as vLLM's is called.
+#: Root span name, as in vLLM.
 ROOT = "llm_request"
 _CHOICE, _TRANSFER = ("pigou.choice",), ("pigou.kv.tokens",)
 _STEP = ("pigou.tokens", "pigou.duration_s")
@@ -333,7 +328,7 @@ _REPLY = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.response.mode
 
 
 def end_reply(tracer: Tracer, trace: RequestTrace, reply: Reply | None, error: str) -> None:
-    """End the trace of a request; `reply` is None where it was refused, `error` why it failed."""
+    """End a request's trace; `reply` is None if it was rejected, `error` the reason of failure."""
     attributes = NO_ATTRIBUTES
     if reply is not None:
         for sequence in reply.sequences[:1]:
@@ -349,7 +344,7 @@ def end_reply(tracer: Tracer, trace: RequestTrace, reply: Reply | None, error: s
 
 
 def add_phases(trace: RequestTrace, sequence: ReplySequence) -> None:
-    """Add the phases of a sequence that came so far: queue, transfer, prefill, decode."""
+    """Add a sequence's phases so far: queue, transfer, prefill, decode."""
     begun_ns, loading_ns = sequence.begun, sequence.loading
     if loading_ns or begun_ns:
         trace.phase("queue", end_ns=loading_ns or begun_ns)
@@ -385,7 +380,7 @@ def _reply_attributes(reply: Reply) -> Attributes:
 
 
 class ReplyTrace:
-    """The trace of a request and its reply, a `with` block; does nothing without a tracer."""
+    """Context manager for the trace of a request and its reply; no-op without a tracer."""
 
     __slots__ = ("_reply", "_tracer", "trace")
 
@@ -396,16 +391,16 @@ class ReplyTrace:
 
     @property
     def trace_id(self) -> str:
-        """Id of the trace; empty without one."""
+        """Trace id; empty without one."""
         return "" if self.trace is None else self.trace.context.trace_id
 
     def phase(self, name: str) -> None:
-        """End a phase of the request."""
+        """End a request phase."""
         if self.trace is not None:
             self.trace.phase(name)
 
     def take(self, reply: Reply) -> None:
-        """Take the reply, once it has begun."""
+        """Attach the reply once it has begun."""
         self._reply = reply
 
     def __enter__(self) -> ReplyTrace:

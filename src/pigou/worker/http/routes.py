@@ -1,4 +1,4 @@
-"""The small routes: models, health, metrics, tokens, version, load, events."""
+"""Routes of a worker's HTTP API."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _R = TypeVar("_R", CompletionRequest, ChatRequest)
 
 
 class Routes:
-    """All that a worker answers."""
+    """All routes of a worker."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Routes:
         self._bodies = Bodies(max_body, model.limits.max_model_len)
 
     def application(self) -> web.Application:
-        """Return the application with all routes."""
+        """Build the application with all routes."""
         app = web.Application(
             client_max_size=self._max_body, middlewares=[errors, fleet_guard(self._secret)]
         )
@@ -128,11 +128,11 @@ class Routes:
         return app
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._bodies.close()
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """Complete a prompt, or several."""
+        """Complete prompts."""
         return await self._parse_and_reply(request, known_completion, self._intake.completion)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
@@ -168,7 +168,7 @@ class Routes:
                 raise failure
             return web.Response(body=reply.body(), content_type="application/json", headers=headers)
         finally:
-            # Also when the client went away: its requests are computed no further.
+            # Also on disconnect: stop computing its requests.
             self._service.cancel(reply)
             _describe(reply, trace_id)
 
@@ -177,7 +177,7 @@ class Routes:
     ) -> web.StreamResponse:
         await reply.wait()
         if (failure := reply.failure()) is not None:
-            raise failure  # before the first byte it can still have a status
+            raise failure  # before the first byte, the status can still be set
         response = web.StreamResponse(headers=headers)
         response.content_type = "text/event-stream"
         response.charset = "utf-8"
@@ -201,11 +201,11 @@ class Routes:
         return response
 
     async def models(self, _: web.Request) -> web.Response:
-        """List the one model."""
+        """List the model."""
         return _json(openai_replies.models(*self._card()))
 
     async def model_card(self, request: web.Request) -> web.Response:
-        """Describe the one model."""
+        """Describe the model."""
         self._intake.check_model(request.match_info["model"])
         return _json(openai_replies.model_card(*self._card()))
 
@@ -214,11 +214,7 @@ class Routes:
         return model.name, model.root, model.created, model.limits.max_model_len
 
     async def health(self, _: web.Request) -> web.Response:
-        """Answer 200 while requests are taken; else 503.
-
-        The body tells of the engine's heartbeat, of background tasks, and of tiers. A tier whose
-        store is down is not fatal: what it had is computed.
-        """
+        """Answer 200 while requests are accepted, else 503; a tier that is down is not fatal."""
         ready = not (self._service.dead or self._service.draining)
         whole = True
         body: dict[str, Any] = {
@@ -238,57 +234,53 @@ class Routes:
         return _json(body, 200 if ready else 503)
 
     async def live(self, _: web.Request) -> web.Response:
-        """Answer 200 until the engine dies, also while the worker drains."""
+        """Answer 200 until the engine dies, also while draining."""
         dead = self._service.dead
         return _json({"status": "dead" if dead else "ok"}, 503 if dead else 200)
 
     async def metrics_page(self, _: web.Request) -> web.Response:
-        """Return the metrics in the text format of Prometheus."""
+        """Return the Prometheus metrics."""
         return web.Response(
             body=self._service.metrics_page(), headers={"Content-Type": CONTENT_TYPE}
         )
 
     async def version(self, _: web.Request) -> web.Response:
-        """Say which version this is."""
+        """Return the version."""
         return _json({"version": __version__})
 
     async def load(self, _: web.Request) -> web.Response:
-        """Say how many sequences are in flight."""
+        """Return the sequences in flight."""
         return _json({"server_load": self._service.in_flight})
 
     async def trace(self, request: web.Request) -> web.Response:
-        """Say which spans of a trace this worker remembers."""
+        """Return the spans of a trace that this worker remembers."""
         if self._tracer is None:
             raise APIError(404, "This worker traces nothing: give --otlp-traces-endpoint.")
         traces = self._tracer.memory.find(request.match_info["id"])
         return _json({"spans": spans_view(traces, self._tracer.service)})
 
     async def server_info(self, _: web.Request) -> web.Response:
-        """Say what this worker is: role, block size, limits."""
+        """Return role, block size and limits."""
         return _json(self._about)
 
     async def event_sources(self, _: web.Request) -> web.Response:
-        """Say where KV events are published."""
+        """Return where KV events are published."""
         return _json({} if self._events is None else {"0": self._events.describe()})
 
     async def offer(self, request: web.Request) -> web.Response:
-        """Offer what is cached of a prompt to another worker; for the gateway alone.
-
-        The body is one of a completion or of a chat (it has `messages`), as it would be sent to
-        be computed here. The ticket is null where nothing of it is cached.
-        """
+        """Offer a prompt's cached blocks to another worker (gateway only); null ticket if none."""
         body = await self._bodies.read(request, decode_cached)
         ticket = await self._service.lease_cached(await self._intake.cached(body))
         return _json({"kv_transfer_params": ticket})
 
     async def reset_prefix_cache(self, _: web.Request) -> web.Response:
-        """Forget all cached prefixes."""
+        """Clear the prefix cache."""
         self._service.check_open()
         self._service.clear_cache()
         return _json({"success": True})
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        """Return the tokens of a text, or of rendered messages."""
+        """Return the tokens of a text or rendered messages."""
         body = await self._bodies.read(request, decode_tokenize)
         self._intake.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -323,7 +315,7 @@ def _json(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=body, status=status, content_type="application/json")
 
 
-#: What is answered also over connections above the cap.
+#: Routes answered even above the connection cap.
 _PROBES = ("/health", "/ping", "/metrics")
 
 
@@ -345,8 +337,8 @@ def _describe(reply: Reply, trace_id: str) -> None:
 
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every failure into an error body, and log the access."""
-    note_request()  # the task may have served another one before
+    """Middleware: convert failures to error bodies, and log access."""
+    note_request()  # the task may have served another request before
     with accessed(request.method, request.path) as fields:
         response = await _answered(request, handler)
         fields["status"] = response.status
@@ -393,12 +385,12 @@ def _id(request: web.Request, body: str | None) -> str:
 
 
 _B = TypeVar("_B")
-#: Large bodies of one tenant that may wait for a thread.
+#: Max queued large bodies per tenant.
 _MAX_WAITING = 1024
 
 
 class Bodies:
-    """Reads and decodes bodies within bounds."""
+    """Reads and decodes request bodies within bounds."""
 
     def __init__(self, max_bytes: int, context: int) -> None:
         self._max_bytes = max_bytes
@@ -406,19 +398,14 @@ class Bodies:
         self._large = FairThreadPool(max_waiting=_MAX_WAITING)
 
     async def read(self, request: web.Request, decode: Callable[[bytes], _B]) -> _B:
-        """Return what `decode` makes of a request's body, which must be declared as JSON.
-
-        Raises:
-            APIError: as `pigou.wire.bodies.read_json`; 400 for a body out of bounds. Whatever
-                `decode` raises.
-        """
+        """Decode a JSON body with `decode`; raises APIError as `wire.bodies.read_json`."""
         data = await read_json(request, self._max_bytes)
         if len(data) <= SMALL:
             return self._decode(data, decode)
         return await self._large.run(fleet_tenant(), lambda: self._decode(data, decode))
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._large.close()
 
     def _decode(self, data: bytes, decode: Callable[[bytes], _B]) -> _B:

@@ -1,4 +1,4 @@
-"""One choice of a reply: from tokens to text, stop reasons and log-probabilities."""
+"""SequenceOutput: converts tokens of one choice to text, stop reasons, logprobs and tool calls."""
 
 from __future__ import annotations
 
@@ -31,20 +31,16 @@ from pigou.wire.structured_output import ToolUse, tool_use
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How tokens become text."""
+    """Detokenization options."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
-    skip_special: bool = True  # control tokens are not shown
-    shown: frozenset[int] = frozenset()  # control tokens that are shown all the same
+    skip_special: bool = True  # hide control tokens
+    shown: frozenset[int] = frozenset()  # control tokens to show anyway
 
 
 class SequenceOutput:
-    """Turns the tokens of one sequence into text, and knows when it has ended.
-
-    Attributes:
-        finish: why it ended; None before.
-    """
+    """Converts one sequence's tokens to text; sets `finish` when it ends."""
 
     __slots__ = (
         "_detokenizer",
@@ -89,7 +85,7 @@ class SequenceOutput:
         self.tokens.clear()
 
     def take(self, token: int) -> str:
-        """Take the next token; return the text to show, and note the end if it is one."""
+        """Add a token; return the text to show, and set `finish` at the end."""
         self.tokens.append(token)
         self.count += 1
         if token in self._end_tokens and self.count > self._min_tokens:
@@ -107,36 +103,33 @@ class SequenceOutput:
 
     @property
     def stopped_by_text(self) -> bool:
-        """Whether a stop string ended it, of which the engine knows nothing."""
+        """True if a stop string ended it, which the engine does not know."""
         return isinstance(self.stop, str)
 
     def end(self, reason: str) -> str:
-        """End the choice; return the text that was held back."""
+        """End the choice; return the held-back text."""
         self.finish = reason
         held = self._stops.flush() if self._stops is not None else ""
         return held + self._detokenizer.flush()
 
 
 class Explainer:
-    """Puts an executor's reports of log-probabilities into words.
-
-    A token's text is what it adds to the text before it: "" within a character.
-    """
+    """Converts an executor's logprobs to API entries; text within a character is ""."""
 
     __slots__ = ("_detokenizer", "_tokenizer", "length")
 
     def __init__(self, tokenizer: Tokenizer, resumed: list[int], *, begins: bool = False) -> None:
-        """Begin after `resumed`, or after a prompt; `begins`: with the prompt."""
+        """Start after `resumed` tokens, or after a prompt, or at the prompt if `begins`."""
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer.vocabulary, skip_special=False, begins=begins)
         self.length = len(self._detokenizer.feed(resumed))
 
     def fresh(self) -> Explainer:
-        """Return one that begins at no text."""
+        """Return an explainer that starts from empty text."""
         return Explainer(self._tokenizer, [], begins=True)
 
     def explain(self, report: Report) -> LogprobsEntry:
-        """Explain the next token."""
+        """Convert the next token's report."""
         text = self._detokenizer.next(report.token)
         chosen = Logprob(report.token, text, report.logprob, report.rank, list(text.encode()))
         pairs = zip(report.top.tolist(), report.logprobs.tolist(), strict=True)
@@ -147,7 +140,7 @@ class Explainer:
         return LogprobsEntry(chosen, top, text)
 
     def bare(self, token: int) -> LogprobsEntry:
-        """Take the next token, of which nothing is known."""
+        """Convert the next token, without logprobs."""
         return LogprobsEntry(None, [], self._detokenizer.next(token))
 
     def _other(self, token: int, logprob: float, rank: int) -> Logprob:
@@ -157,14 +150,14 @@ class Explainer:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools of one request, and how the model's calls are read."""
+    """A request's tools, and the format of the model's calls."""
 
     use: ToolUse
-    format: ParserName | None  # of the model's own calls; None where it has none
-    single: bool = False  # at most one call is passed on
+    format: ParserName | None  # of the model's own calls, if any
+    single: bool = False  # pass on at most one call
 
     def parser(self, reasoning: str) -> ToolParser:
-        """Return a fresh parser of a reply, which may begin within reasoning."""
+        """Create a parser for a reply, which may begin within reasoning."""
         if self.use.mode == "named":
             return NamedParser(self.use.named)
         if self.use.mode == "required":
@@ -173,7 +166,7 @@ class Tools:
         return make_parser(self.format, self.use.functions, reasoning)
 
     def markup(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Return the control tokens that the parser must see."""
+        """Return the control tokens that the parser needs."""
         if self.use.mode != "auto" or self.format is None:
             return frozenset()
         marks = (*MARKUP[self.format], *REASONING, *REASONING.values())
@@ -182,10 +175,7 @@ class Tools:
 
 
 def request_tools(request: ChatRequest, format: ParserName | None) -> Tools | None:
-    """Return a request's tools; None where it may call none.
-
-    Raises APIError: 400, they are faulty, or need a `format` of the model's own, and it has none.
-    """
+    """Return a request's tools, if it may call any; raises APIError 400 if invalid."""
     use = tool_use(request)
     if use is None:
         return None
@@ -200,7 +190,7 @@ def request_tools(request: ChatRequest, format: ParserName | None) -> Tools | No
 
 
 class ToolStream:
-    """The tool calls of one choice, as its text grows."""
+    """Parses the tool calls of one choice incrementally."""
 
     def __init__(self, tools: Tools, key: str, replayed: str = "", reasoning: str = "") -> None:
         self._parser = tools.parser(reasoning)
@@ -213,7 +203,7 @@ class ToolStream:
         self.content.clear()
 
     def feed(self, text: str, ended: bool) -> Json:
-        """Take the text of a token; return the delta that it means, empty for none."""
+        """Add text; return the resulting delta, empty for none."""
         events = self._parser.feed(text)
         if ended:
             events += self._parser.finish()
@@ -258,6 +248,6 @@ class ToolStream:
 
 
 def call_id(key: str, index: int, *, short: bool) -> str:
-    """Return the id of a call; the same for the same key and index."""
+    """Return a call's id, determined by key and index."""
     digest = hashlib.blake2b(f"{key}/{index}".encode(), digest_size=12).hexdigest()
     return digest[:9] if short else f"call_{digest}"

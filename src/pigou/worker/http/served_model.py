@@ -1,4 +1,4 @@
-"""What the HTTP side knows of the model it serves."""
+"""ServedModel: the served model, as the HTTP side sees it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ class ServedModel:
     """A model, by the name that requests use."""
 
     name: str
-    root: str  # where its files are, or what it was asked for as
-    created: int  # Unix time in seconds at which it was loaded
+    root: str  # folder, or the requested name
+    created: int  # load time, Unix seconds
     tokenizer: Tokenizer
-    template: ChatTemplate | None  # for chats; None where the model has none
+    template: ChatTemplate | None  # for chats, if any
     eos: frozenset[int]  # tokens that end a sequence
     limits: ModelLimits
-    defaults: Defaults  # sampling that holds where a request says nothing
-    seed: Callable[[str], bytes]  # from a cache salt to the seed of block hashes
-    release: str  # digest of its weights, which is in all seeds
-    # in which it calls tools of its own accord; None where it is not known.
-    tool_format: ParserName | None = None
+    defaults: Defaults  # sampling defaults
+    seed: Callable[[str], bytes]  # cache salt -> seed of block hashes
+    release: str  # weights digest, part of all seeds
+    tool_format: ParserName | None = None  # of the model's own tool calls, if known
 
 
 def seeds(name: str, digest: str) -> Callable[[str], bytes]:
-    """Return the function from a cache salt to the seed of block hashes."""
+    """Return the function from cache salt to block hash seed."""
 
     @lru_cache(maxsize=4096)
     def seed(salt: str) -> bytes:
@@ -47,7 +46,7 @@ def seeds(name: str, digest: str) -> Callable[[str], bytes]:
 
 
 def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the model's chat templates as one; None where it has none."""
+    """Merge the model's chat templates; None without any."""
     return ChatTemplate.choose(tokenizer.templates, tokenizer.names)
 
 
@@ -58,7 +57,7 @@ def tool_format(template: ChatTemplate | None, option: str) -> ParserName | None
     return None if option == "none" else cast("ParserName", option)
 
 
-#: Sampling values of a generation config: minimum, maximum, and whether the minimum is allowed.
+#: Sampling values of a generation config: minimum, maximum, minimum inclusive.
 _RANGES: dict[str, tuple[float, float, bool]] = {
     "temperature": (0.0, 2.0, True),
     "top_p": (0.0, 1.0, False),
@@ -71,11 +70,10 @@ _WHOLE = ("top_k", "json_close_after")
 
 
 def sampling_defaults(generation: dict[str, Any]) -> Defaults:
-    """Return the sampling that `generation_config.json` asks for, as vLLM reads it.
+    """Return the sampling defaults of `generation_config.json`, as vLLM reads them.
 
-    `do_sample` is not looked at, as in vLLM: a temperature of 0 is greedy. A value that no
-    request could ask for is left out with a warning, so that a published file with a slip does
-    not keep its model from being served.
+    `do_sample` is ignored, as in vLLM: temperature 0 is greedy. Invalid values are skipped with a
+    warning, so that a faulty file does not block serving.
     """
     given: dict[str, Any] = {}
     for name, (low, high, inclusive) in _RANGES.items():

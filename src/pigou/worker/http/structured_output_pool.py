@@ -1,4 +1,4 @@
-"""Grammars of requests: tried and compiled off the loop and the engine, fairly by tenant."""
+"""Compiles request grammars off the event loop and engine, fairly by tenant."""
 
 from __future__ import annotations
 
@@ -30,54 +30,49 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Grammars that wait to be compiled, of one tenant and of all.
+#: Max queued grammars, per tenant and in total.
 MAX_QUEUED_PER_TENANT = 16
 MAX_QUEUED = 256
-#: Grammars that are compiled at once; one of each tenant.
+#: Concurrent compilations, at most one per tenant.
 THREADS = 2
 _REFUSALS = 256
 _JSON = ("json_schema", "json_object")
 
 
 class CompileQueueFull(Exception):
-    """Too many grammars wait to be compiled."""
+    """Raised if too many grammars are queued."""
 
 
 class Trials(Protocol):
-    """Tries grammars where they can do no harm."""
+    """Tries grammars in isolation."""
 
     def try_grammar(self, grammar: Grammar) -> None:
-        """Raise ValueError for a grammar that is faulty or takes too long."""
+        """Raise ValueError if a grammar is invalid or too slow."""
 
     def kill(self) -> None:
-        """Break the trial under way off."""
+        """Abort the running trial."""
 
     def close(self) -> None:
-        """End."""
+        """Stop."""
 
 
 class GrammarSource(Protocol):
-    """Where a request's grammar becomes states for its sequences."""
+    """Compiles a request's grammar to states for its sequences."""
 
     async def prepare(
         self, grammar: Grammar, tenant: str, count: int, output: Sequence[int] = ()
     ) -> list[GrammarState]:
-        """Return `count` states of a grammar behind `output`.
-
-        Raises:
-            ValueError: the grammar is faulty, or takes too long.
-            CompileQueueFull: too many wait; try again later.
-        """
+        """Return `count` states after `output`; raises ValueError or CompileQueueFull."""
 
     def warm_up(self) -> None:
-        """Read the tokenizer, before the first request."""
+        """Load the tokenizer before the first request."""
 
     def close(self) -> None:
-        """End what was started."""
+        """Stop all threads and processes."""
 
 
 class NoGrammars:
-    """Of a worker without a model."""
+    """Grammar source of a worker without a model."""
 
     def __init__(self, refuse: Callable[[Grammar], None]) -> None:
         self._refuse = refuse
@@ -94,10 +89,10 @@ class NoGrammars:
         return []
 
     def warm_up(self) -> None:
-        """Do nothing: there is nothing to read."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Do nothing: nothing was started."""
+        """Do nothing."""
 
 
 @dataclass(eq=False, slots=True)
@@ -116,11 +111,7 @@ class _TenantQueue:
 
 
 class GrammarCompilePool:
-    """Compiles grammars on a few threads, in turn by tenant, one of each tenant at a time.
-
-    A job whose request is cancelled leaves the queue; one under way has its trial killed. Only the
-    event loop calls it.
-    """
+    """Compiles grammars on a few threads, one per tenant, round-robin. Event loop only."""
 
     def __init__(
         self, grammars: Callable[[], Grammars], trials: Callable[[], Trials], threads: int = THREADS
@@ -137,22 +128,19 @@ class GrammarCompilePool:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def warm_up(self) -> None:
-        """Read the tokenizer: a large one holds the interpreter's lock for most of a second.
-
-        One that cannot be used for grammars is told with the first request that has one.
-        """
+        """Load the tokenizer, which can hold the GIL for a second; errors surface on use."""
         with suppress(ValueError):
             self._made()
 
     @property
     def queued(self) -> int:
-        """Grammars that wait to be compiled."""
+        """Queued grammars."""
         return sum(len(tenant.queued) for tenant in self._tenants.values())
 
     async def prepare(
         self, grammar: Grammar, tenant: str, count: int, output: Sequence[int] = ()
     ) -> list[GrammarState]:
-        """Return `count` states of a grammar behind `output`; see `GrammarSource`."""
+        """Return `count` grammar states after `output` (see `GrammarSource`)."""
         if (message := self._refused.get(grammar)) is not None:
             self._refused.move_to_end(grammar)
             raise ValueError(message)
@@ -170,7 +158,7 @@ class GrammarCompilePool:
             self._leave(tenant, job)
 
     def close(self) -> None:
-        """End threads and processes; what waits fails."""
+        """Stop threads and processes; queued jobs fail."""
         for tenant in self._tenants.values():
             for job in tenant.queued:
                 job.done.cancel()
@@ -186,7 +174,7 @@ class GrammarCompilePool:
             raise CompileQueueFull(f"{queued} wait to be compiled")
 
     def _begin(self) -> None:
-        """Begin jobs of tenants that have none under way, in turn, while threads are free."""
+        """Start jobs of idle tenants, in turn, while threads are free."""
         for name in list(self._tenants):
             if not self._idle:
                 return
@@ -235,7 +223,7 @@ class GrammarCompilePool:
             if not job.done.done():
                 self._refuse(job, str(error))
                 job.done.set_exception(error)
-        except Exception as error:  # of the pool itself, at the end of the process
+        except Exception as error:  # of the pool itself, at process exit
             log.exception("compiling a grammar failed")
             if not job.done.done():
                 job.done.set_exception(error)
@@ -244,7 +232,7 @@ class GrammarCompilePool:
                 job.done.set_result(states)
 
     def _made(self) -> Grammars:
-        """Return the grammars of the tokenizer, which is read once; from any thread."""
+        """Return the tokenizer's grammars, loading it once; thread-safe."""
         with self._making:
             if self._unusable is not None:
                 raise self._unusable
@@ -258,7 +246,7 @@ class GrammarCompilePool:
 
     def _refuse(self, job: _Job, message: str) -> None:
         if job.output:
-            return  # the fault may be the output's
+            return  # the output may be at fault
         self._refused[job.grammar] = message
         while len(self._refused) > _REFUSALS:
             self._refused.popitem(last=False)
@@ -272,7 +260,7 @@ def _compile(grammars: Grammars, job: _Job, trials: Trials) -> list[GrammarState
             trials.try_grammar(job.grammar)
         return [grammars.start(job.grammar, job.output) for _ in range(job.count)]
     except BaseException as error:
-        # A panic of the library is no `Exception`; unanswered, the request would wait for ever.
+        # Library panics are not `Exception`, but must answer the request.
         if isinstance(error, ValueError) or not is_contained(error):
             raise
         raise ValueError(f"{job.grammar.kind}: {described(error)}") from None
@@ -280,16 +268,16 @@ def _compile(grammars: Grammars, job: _Job, trials: Trials) -> list[GrammarState
 
 @dataclass(frozen=True, slots=True)
 class OutputConstraint:
-    """What the output must match."""
+    """Constraint on the output."""
 
-    grammar: Grammar | None  # that it follows; None where it is free
-    # of the grammar, for each sequence of the request; None without a grammar.
+    grammar: Grammar | None  # None for free output
+    # grammar state per sequence; None without a grammar.
     states: list[GrammarState | None]
-    tools: Tools | None = None  # that it may call; None for none
+    tools: Tools | None = None  # that may be called
 
 
 class OutputConstraints:
-    """Makes the shapes of requests; grammars are compiled off the loop and the engine."""
+    """Builds the output constraints of requests."""
 
     def __init__(self, source: GrammarSource, model: ServedModel, *, flexible: bool) -> None:
         self._source = source
@@ -297,7 +285,7 @@ class OutputConstraints:
         self._flexible = flexible
 
     def tools(self, request: GenerationRequest) -> Tools | None:
-        """Return a request's tools, checked; None where it may call none."""
+        """Return a request's validated tools, if it may call any."""
         if not isinstance(request, ChatRequest):
             return None
         return request_tools(request, self._model.tool_format)
@@ -310,10 +298,7 @@ class OutputConstraints:
         tenant: str = "",
         tools: Tools | None = None,
     ) -> OutputConstraint:
-        """Return a request's shape.
-
-        Raises APIError: 400, the grammar cannot be honoured; 503, too many wait to be compiled.
-        """
+        """Return a request's constraint; raises APIError 400 (bad grammar) or 503 (queue full)."""
         wanted, name = self._wanted(request, tools)
         if wanted is None:
             return OutputConstraint(None, [None] * count, tools)
@@ -331,7 +316,6 @@ class OutputConstraints:
     def _wanted(
         self, request: GenerationRequest, tools: Tools | None
     ) -> tuple[Grammar | None, str]:
-        """Return the grammar, and the field that asks for it."""
         if tools is not None and tools.use.grammar is not None:
             return self._closing(request, tools.use.grammar), "tools"
         form = request.response_format
@@ -340,22 +324,19 @@ class OutputConstraints:
         return self._closing(request, grammar(request, self._flexible)), name
 
     def _closing(self, request: GenerationRequest, wanted: Grammar | None) -> Grammar | None:
-        """Let JSON of no limit end where the model's own config says so."""
+        """Let JSON without a token limit close early where the model's config says so."""
         limits = (request.max_tokens, getattr(request, "max_completion_tokens", None))
         if wanted is None or wanted.kind not in _JSON or limits != (None, None):
             return wanted
         return replace(wanted, close_after=self._model.defaults.json_close_after)
 
 
-#: Seconds of one trial, where the system does not end it for its CPU time.
+#: Wall-clock limit of a trial, besides its CPU limit.
 TRIAL_SECONDS = 60.0
 
 
 class GrammarSandbox:
-    """Tries grammars in a child process; starts it anew after a crash.
-
-    Not for several threads, but for `kill`.
-    """
+    """Tries grammars in a child process, restarted after a crash. Only `kill` is thread-safe."""
 
     def __init__(self, tokenizer: Path, vocab: int, end_tokens: frozenset[int]) -> None:
         self._first = {"tokenizer": str(tokenizer), "vocab": vocab, "ends": sorted(end_tokens)}
@@ -365,10 +346,7 @@ class GrammarSandbox:
         self.started = 0
 
     def try_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar and draw outputs from it, elsewhere.
-
-        Raises GrammarError: it is faulty, takes too long, or crashes what compiles it.
-        """
+        """Compile a grammar and sample outputs in the child; raises GrammarError on failure."""
         process = self._running()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -395,14 +373,14 @@ class GrammarSandbox:
             raise GrammarError(error)
 
     def kill(self) -> None:
-        """End the process, and with it the trial under way; from any thread."""
+        """Kill the child and its trial; thread-safe."""
         process = self._process
         if process is not None:
             self._killed = process
             process.kill()
 
     def close(self) -> None:
-        """End the process for good; from any thread."""
+        """Kill the child for good; thread-safe."""
         self._closed = True
         self.kill()
 
@@ -411,7 +389,7 @@ class GrammarSandbox:
             raise GrammarError("this worker is shutting down")
         process = self._process
         if process is not None:
-            # A process that was killed may look alive for a moment.
+            # A killed process may briefly appear alive.
             if process is not self._killed and process.poll() is None:
                 return process
             self._end(process)
@@ -439,5 +417,5 @@ def _reap(process: subprocess.Popen[str]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with contextlib.suppress(OSError):  # what was to be written has nobody to read it
+            with contextlib.suppress(OSError):  # unread output
                 pipe.close()

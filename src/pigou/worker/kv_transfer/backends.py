@@ -75,10 +75,7 @@ class ReceiveBackend:
         landing: ReceiveBuffer,
         renew: Callable[[], None],
     ) -> None:
-        """Fill the buffer; call `renew` each chunk unless the sender pushes.
-
-        Raises BackendUnavailable if nothing was moved, TransferError if it ended early.
-        """
+        """Fill the buffer, calling `renew`; raises BackendUnavailable or TransferError."""
 
     def sweep(self) -> None:
         """Free resources of dead senders; called periodically."""
@@ -231,10 +228,7 @@ class StagedShmExport(ShmExport):
         self._staged: dict[bytes, SharedMemory] = {}
 
     def details(self, blocks: Ints) -> dict[str, bytes | int]:
-        """Stage the blocks; return name, key and offset of the memory, and their rows in it.
-
-        An empty name, for lack of memory, makes the receiver try another backend.
-        """
+        """Stage the blocks; an empty name, for lack of memory, makes the receiver move on."""
         size = self._store.layout.block_bytes
         try:
             memory = SharedMemory(max(1, len(blocks) * size))

@@ -63,10 +63,7 @@ PIECE_BYTES = 2 << 20
 
 
 def checksums_in(store: DeviceBlocks, ids: Ints) -> Checksums:
-    """Return checksums of blocks `ids`, (n,); no copy in host memory.
-
-    Yields between pieces, since a thread waiting for a core mostly waits for these blocks.
-    """
+    """Return checksums of blocks `ids`, (n,), yielding to other threads between pieces."""
     parts = []
     data = store.as_bytes()
     step = max(1, (STAGE_BYTES if data is None else PIECE_BYTES) // store.layout.block_bytes)
@@ -170,7 +167,6 @@ class SharedMemory:
 
 
 def _unlink(path: Path, fd: int, creator: int) -> None:
-    """Remove a file and its lock, except in a forked child."""
     if os.getpid() == creator:
         path.unlink(missing_ok=True)
     os.close(fd)
@@ -219,10 +215,7 @@ COPY_BYTES = 4 << 20
 
 
 class ReceiveBuffer:
-    """Destination blocks of one pull; threads may fill different parts concurrently.
-
-    Blocks are hashed on arrival, while cached, and verified once the sender's checksums are known.
-    """
+    """Destination blocks of one pull, hashed on arrival and verified. Thread-safe by part."""
 
     def __init__(
         self, store: DeviceBlocks, dest: Ints, cancelled: Callable[[], bool] = lambda: False
@@ -275,10 +268,7 @@ class ReceiveBuffer:
         self._note(first, digests)
 
     def copy(self, first: int, source: Bytes, ids: Ints) -> None:
-        """Copy rows `ids` of `source` to blocks from `first` on, hashing in the same pass.
-
-        Raises TransferError as `accept`.
-        """
+        """Copy and hash rows `ids` to blocks from `first` on; raises TransferError as `accept`."""
         if self._rows is None:
             targets = self.targets(first, len(ids))
             np.take(source, ids, axis=0, out=targets[0])

@@ -35,10 +35,7 @@ class Transfers(Protocol):
     def offer(
         self, request: str, blocks: Ints, block_size: int, last_hash: str
     ) -> dict[str, Any] | None:
-        """Hold blocks for another worker; return the ticket, None on failure.
-
-        `last_hash` is the last block's hash, formatted as in tickets.
-        """
+        """Hold blocks for another worker; return the ticket, None on failure."""
 
     def end_offer(self, request: str) -> None:
         """End an offer; sends a `Release` command if it was still held."""

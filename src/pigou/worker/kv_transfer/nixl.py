@@ -127,10 +127,7 @@ class NixlAgent:
                 log.debug("NIXL cannot let go of %s: %s", name, str(error))
 
     def read(self, peer: str, local: Any, remote: Any) -> Any:
-        """Start reading from a peer; return a handle.
-
-        `local`: address, bytes and device per piece, (n, 3), uint64.
-        """
+        """Start a read and return its handle; `local` is (n, 3): address, bytes, device."""
         with self.lock:
             ours = self._agent.get_xfer_descs(local, "DRAM")
             theirs = self._agent.get_xfer_descs(remote, "DRAM")
@@ -308,10 +305,7 @@ class NixlImport(ReceiveBackend):
 
 
 def merged(local: Any, remote: Any, size: int) -> tuple[Any, Any]:
-    """Merge blocks that are consecutive at both ends, given addresses (n,), uint64.
-
-    Returns address, bytes and device of each piece, local and remote, (pieces, 3).
-    """
+    """Merge blocks consecutive at both ends; returns (pieces, 3): address, bytes, device."""
     step = np.uint64(size)
     cuts = (local[1:] - local[:-1] != step) | (remote[1:] - remote[:-1] != step)
     starts = np.concatenate([[0], cuts.nonzero()[0] + 1])

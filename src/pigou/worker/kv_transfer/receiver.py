@@ -83,10 +83,7 @@ class Receiver:
         background: Background | None = None,
         key: bytes = b"",
     ) -> None:
-        """Start the threads; an empty fleet `key` trusts everyone.
-
-        Raises ConfigError if a backend's library is not installed.
-        """
+        """Start the threads; an empty `key` trusts everyone. Raises ConfigError."""
         self._key = key
         checksum.warm_up()
         self._config = config or TransferConfig()
@@ -284,10 +281,7 @@ class Puller:
         )
 
     def decline(self, ticket: TransferParams) -> bool:
-        """Tell the sender to free the blocks; True if they were still held.
-
-        Raises TransferError if it cannot be reached, or no longer holds them.
-        """
+        """Tell the sender to free the blocks; True if still held. Raises TransferError."""
         with self._links.link(ticket.address, fresh=True) as (link, _):
             link.send(
                 Decline(ticket.remote_engine_id, ticket.remote_request_id, ticket.remote_secret)
@@ -453,10 +447,7 @@ class ConnectionPool:
 
     @contextmanager
     def link(self, address: Address, fresh: bool = False) -> Iterator[tuple[SideChannelLink, bool]]:
-        """Lend a connection, and tell if it was used before (and may be closed by the peer).
-
-        Raises TransferError UNREACHABLE or CLOSED.
-        """
+        """Lend a connection, and tell if it was used before; raises TransferError."""
         link = None if fresh else self._take(address)
         used = link is not None
         if link is None:

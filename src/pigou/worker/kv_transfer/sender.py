@@ -95,10 +95,7 @@ class Sender:
             thread.start()
 
     def offer(self, request: str, blocks: Ints, tokens: int, last_hash: str = "") -> dict[str, Any]:
-        """Hold blocks, in prompt order, and return the `kv_transfer_params`; checksums follow.
-
-        Raises ValueError on a duplicate or mismatched offer, TransferError CLOSED.
-        """
+        """Hold blocks, in prompt order; return the ticket. Raises ValueError or TransferError."""
         size = self._store.layout.block_size
         if tokens < 1 or len(blocks) != -(-tokens // size):
             raise ValueError(

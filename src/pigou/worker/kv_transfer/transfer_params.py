@@ -69,10 +69,7 @@ def hash_text(hash: BlockHashes) -> str:
 
 
 def read_transfer_params(params: object, key: bytes = b"") -> TransferParams:
-    """Parse a ticket, checking its signature unless `key` is empty.
-
-    Raises TransferError: BAD_PARAMS, naming the field, or FORGED.
-    """
+    """Parse and verify a ticket; raises TransferError BAD_PARAMS or FORGED."""
     try:
         ticket = msgspec.convert(params, TransferParams)
     except msgspec.ValidationError as error:

@@ -91,11 +91,7 @@ class WorkerParts:
 
 
 def build(config: WorkerConfig) -> WorkerParts:
-    """Load the model and build all computing parts.
-
-    Raises ConfigError on incompatible values, ModelError on an unusable model, TokenizerError on an
-    unusable tokenizer.
-    """
+    """Load the model and build all parts; raises ConfigError, ModelError or TokenizerError."""
     return _build_sleeping(config) if config.sleeps else _build_torch(config)
 
 

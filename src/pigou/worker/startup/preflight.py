@@ -23,10 +23,7 @@ _CUDA_DEVICE = re.compile(r"cuda(?::(\d+))?")
 
 
 def check_worker(config: WorkerConfig) -> None:
-    """Check that model, device and tiers are usable, without loading them.
-
-    Raises ConfigError with one line per problem.
-    """
+    """Check that model, device and tiers are usable; raises ConfigError, a line per problem."""
     checks: list[Callable[[], object]] = [
         partial(named, STORES, tier.name, "tier") for tier in config.tiers if tier.name != HOST
     ]
