@@ -1,1 +1,1 @@
-"""The gateway process: OpenAI routes in front of a fleet, two legs, migration, keys, limits."""
+"""Gateway process: OpenAI routes over a fleet, with disaggregation, migration, keys and limits."""

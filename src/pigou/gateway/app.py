@@ -1,4 +1,4 @@
-"""The gateway's HTTP application, its server, and the watch of its event loop."""
+"""HTTP application, its server, and the event loop watch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LoopWatch:
         self._warned_s = -_WARN_EVERY_S
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Measure until cancelled."""
         before_s = time.monotonic()
         next_s = before_s + self._collect_every_s
         while True:
@@ -75,7 +75,7 @@ _TELL_S = 0.5
 
 
 def all_pages(gateway: Gateway) -> Iterator[APIPages]:
-    """Yield what each module of `pigou.gateway.api` adds."""
+    """Yield the pages of each module in `pigou.gateway.api`."""
     for info in iter_modules(api.__path__):
         make = getattr(import_module(f"{api.__name__}.{info.name}"), "pages", None)
         if make is not None:
@@ -83,7 +83,7 @@ def all_pages(gateway: Gateway) -> Iterator[APIPages]:
 
 
 def build(gateway: Gateway) -> web.Application:
-    """Return the application, whose start and end also start and end the plane drivers."""
+    """Build the application, which starts and stops the plane drivers."""
     added = list(all_pages(gateway))
     # A route for all methods comes after those that it would hide.
     pages = sorted(

@@ -1,4 +1,4 @@
-"""Configuration of the gateway: checked values, unknown keys refused."""
+"""Configuration of the gateway; unknown keys are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Overflow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_url(self) -> bool:
-        """True if it is another fleet."""
+        """True if the fallback is another fleet."""
         return self.to.startswith(("http://", "https://"))
 
 

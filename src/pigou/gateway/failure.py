@@ -1,4 +1,4 @@
-"""How a worker fails a request."""
+"""Failures of workers, and the errors that clients get."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class WorkerFailed(Exception):
 
     @property
     def may_be_death(self) -> bool:
-        """True if the request was under way, and the worker may have ended meanwhile."""
+        """True if the request was under way and the worker may have died."""
         died = self.reason in ("broke", "down", "error")
         return died or (self.reason == "refused" and self.status == 500)
 
 
 class Rejected(Exception):
-    """A worker refused a request for what is in it; every worker would."""
+    """A worker rejected a request as invalid; every worker would."""
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"the worker answered {status}")
@@ -59,7 +59,7 @@ def busy(shed: Shed) -> APIError:
 
 
 def surrender(failure: WorkerFailed) -> APIError:
-    """Return the error for a request that no worker could finish, by the last failure."""
+    """Return the error after the last failed attempt."""
     if failure.status == 503:
         message = "All workers that could serve this request are busy. Try again later."
         return APIError(503, message, retry_after=1)
@@ -67,13 +67,13 @@ def surrender(failure: WorkerFailed) -> APIError:
 
 
 def unknown_model(name: str | None, listed: str = "") -> APIError:
-    """Return the error for a model that nobody serves; `listed` are the names that are served."""
+    """Return the error for an unknown model; `listed` are the served names."""
     others = f" Valid aliases: {listed}." if listed else ""
     return APIError(404, f"The model `{name}` does not exist.{others}", "model", final=True)
 
 
 def suspect(wire_id: str, deaths: Sequence[str]) -> APIError:
-    """Return the error for a request with which under way these workers ended."""
+    """Return the error for a request under which these workers died."""
     return APIError(
         502,
         f"Request {wire_id} was under way when {len(deaths)} workers ended "
@@ -93,7 +93,7 @@ class _Failure(msgspec.Struct):
 
 
 def is_request_failure(body: bytes) -> bool:
-    """True if an error body says that the request failed in the engine by itself."""
+    """True if an error body reports a failure of this request alone."""
     try:
         return msgspec.json.decode(body, type=_Failure).error.type == REQUEST_FAILED
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

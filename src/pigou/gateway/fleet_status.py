@@ -1,4 +1,4 @@
-"""The gateway's view of its fleet: workers, models, registry, and changes an operator asks for."""
+"""The gateway's view of its fleet: workers, models, registry and operators' changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pigou.request import SECOND, Role
 
 
 class ChangeRefused(Exception):
-    """A change that the fleet cannot make now; the message says why."""
+    """The fleet cannot make a change now; the message says why."""
 
 
 class UnknownWorker(Exception):
@@ -31,11 +31,11 @@ class FleetChanges(Protocol):
     """Applies operators' changes to a fleet; calls return at once with the workers' rows."""
 
     def start(self, role: Role, count: int, model: str = "") -> tuple[list[WorkerRow], str]:
-        """Start workers; return their rows, and why not all; raise `ChangeRefused`."""
+        """Start workers; return their rows and errors; raise `ChangeRefused`."""
         ...
 
     def attach(self, text: str) -> WorkerRow:
-        """Use one more server, as `--attach` describes it; raise `ConfigError`, `ChangeRefused`."""
+        """Attach a server, as by `--attach`; raise `ConfigError`, `ChangeRefused`."""
         ...
 
     def drain(self, id: str, limit_s: float | None) -> WorkerRow:
@@ -43,20 +43,20 @@ class FleetChanges(Protocol):
         ...
 
     def flip(self, id: str, role: Role, limit_s: float | None) -> WorkerRow:
-        """Let a worker drain, then serve in another role. Raises as `drain`."""
+        """Drain a worker and change its role; raises as `drain`."""
         ...
 
     def restart(self, id: str, limit_s: float | None) -> WorkerRow:
-        """Let a local worker drain, then start again. Raises as `drain`."""
+        """Drain and restart a local worker; raises as `drain`."""
         ...
 
     def remove(self, id: str) -> WorkerRow:
-        """Let a worker go at once; its streams go on elsewhere. Raises as `drain`."""
+        """Remove a worker at once, migrating its streams; raises as `drain`."""
         ...
 
 
 class RegistryStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a registry, as a gateway sees it."""
+    """A registry's state as seen by a gateway."""
 
     stale: bool  # whether it does not answer; the last view is served then
     why: str  # the reason that it does not answer; empty while it does
@@ -67,7 +67,7 @@ class RegistryStatus(msgspec.Struct, frozen=True, kw_only=True):
     outages: int  # times that it stopped answering
 
     def health(self) -> dict[str, Any]:
-        """Return what `/health` says of it: no names."""
+        """Return its entry in `/health`, without names."""
         return {"stale": self.stale, "entries": self.entries, "suspects": len(self.suspects)}
 
 
@@ -85,7 +85,7 @@ def registry_families(status: RegistryStatus) -> Iterator[Metric]:
 
 
 class WorkerRow(msgspec.Struct, kw_only=True):
-    """A worker's row, as the supervisor of the fleet knows it."""
+    """A worker's row from the supervisor."""
 
     id: str  # name in the fleet
     url: str  # base address; empty while it has none
@@ -108,7 +108,7 @@ class WorkerRow(msgspec.Struct, kw_only=True):
 
     @property
     def away(self) -> bool:
-        """True if it is not up, and is expected to be: not one that leaves, or cannot start."""
+        """True if it is down and expected back."""
         return not (self.unplaceable or self.state in ("up", "draining", "stopped"))
 
 
@@ -123,7 +123,7 @@ Rows = Callable[[], list[WorkerRow]]
 
 
 class FleetStatus:
-    """Joins what the supervisor, the control plane and the upstreams know of the workers."""
+    """Joins the supervisor's, control plane's and upstreams' views of the workers."""
 
     def __init__(self, plane_driver: PlaneDriver, rows: Rows) -> None:
         self._plane_driver = plane_driver
@@ -164,14 +164,14 @@ class FleetStatus:
         )
 
     def prices(self) -> tuple[Status, list[Price]]:
-        """Return what the control plane says of itself, and each worker's prices."""
+        """Return the control plane's status, and each worker's prices."""
         plane = self._plane_driver.plane
         status = self._whole(plane.status(time.monotonic_ns()))
         streams = plane.state.columns.decode_requests.tolist()
         return status, worker_prices(status, streams)
 
     def _whole(self, status: Status) -> Status:
-        """Return the status without a Price of Anarchy where the fleet is not complete."""
+        """Return the status, without a Price of Anarchy if workers are missing."""
         away = [row.id for row in self.rows() if row.away]
         if not away:
             return status
@@ -179,7 +179,7 @@ class FleetStatus:
         return replace(status, poa=None, unknown=why)
 
     def gauges(self) -> Iterator[tuple[str, str, dict[str, float]]]:
-        """Return the numbers of the table, for `/metrics`."""
+        """Return the table's numbers for `/metrics`."""
         for row in self.rows():
             load = self._load(row)
             load.pop("tokens_per_second")
@@ -220,7 +220,7 @@ _SUMS = ("queued", "held_sequences", "shed")
 
 
 class ModelsStatus:
-    """The tables of all models as one: rows of workers, sums, and the figures of each model."""
+    """Tables of all models as one: worker rows, sums, and figures per model."""
 
     def __init__(self, tables: Mapping[str, tuple[FleetStatus, Sequence[str]]]) -> None:
         self.tables = dict(tables)
@@ -247,7 +247,7 @@ class ModelsStatus:
 
 
 def _priced(price: Price | None) -> dict[str, Any]:
-    """Return the columns of a worker's prices; null while it is away."""
+    """Return a worker's price columns; null while it is away."""
     names = ("toll", "itl", "social_ratio", "prefill_token", "busy", "poa", "poa_low", "poa_high",
              "rho")  # fmt: skip
     return {name: None if price is None else json_number(getattr(price, name)) for name in names}

@@ -1,4 +1,4 @@
-"""The gateway's parts, which its pages share: models, keys, metrics and state."""
+"""The gateway's shared parts: models, keys, metrics and state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class Gateway:
-    """A gateway's parts; the application is built over them."""
+    """Parts of a gateway, shared by its pages."""
 
     config: GatewayConfig
     plane_driver: PlaneDriver  # of the first model
@@ -55,11 +55,11 @@ class Gateway:
         )
 
     async def off_loop(self, data: bytes, work: Callable[[], _T]) -> _T:
-        """Return what work on a body returns; that on a large one is done on a thread."""
+        """Process a body, on a thread if it is large."""
         if len(data) <= SMALL:
             return work()
         return await self._threads.run(current_key().tenant, work)
 
     def close(self) -> None:
-        """End the threads."""
+        """Shut down the threads."""
         self._threads.close()

@@ -1,4 +1,4 @@
-"""The journal's file: entries are encoded at once, and written by another thread."""
+"""Journal file: entries are encoded at once and written by another thread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Journal:
     """Appends a run to a file; an error of the file ends the journal, not the gateway."""
 
     def __init__(self, path: Path, config: ControlConfig) -> None:
-        """Open the file, for its owner alone, and write the head; raise `ConfigError`."""
+        """Open the file with owner-only access, and write the head; raise `ConfigError`."""
         self.path = path
         self.failed = ""  # why it ended early; empty while it goes on
         self._lines: deque[bytes] = deque()
@@ -53,7 +53,7 @@ class Journal:
         self._thread.start()
 
     def write(self, entry: JournalEntry) -> None:
-        """Add an entry; it is in the file within a tenth of a second, if the disk is well."""
+        """Append an entry, which reaches the file within about 0.1 s."""
         if self.failed:
             return
         try:
@@ -64,7 +64,7 @@ class Journal:
             self._put(line)
 
     def close(self) -> None:
-        """Write what waits, and close the file."""
+        """Flush and close the file."""
         self._over.set()
         self._thread.join(_JOIN_S)  # a disk that hangs keeps no process
 

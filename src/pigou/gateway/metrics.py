@@ -1,4 +1,4 @@
-"""The gateway's own metrics, under `pigou_` names, and `gen_ai_server_*` of OpenTelemetry."""
+"""The gateway's metrics: `pigou_*`, and OpenTelemetry's `gen_ai_server_*`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Rows: TypeAlias = Iterable[tuple[str, str, dict[str, float]]]
 
 
 class Metrics(MetricSet):
-    """Metrics of a model's requests, in a registry of their own."""
+    """Metrics of a model's requests, with their own registry."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Metrics(MetricSet):
     def decided(
         self, why: Explanation, block_size: int, keys: Mapping[int, BlockKeys] = NO_KEYS
     ) -> None:
-        """Count a decision; `keys` are those of its prompt's blocks, for a first attempt alone."""
+        """Count a decision; `keys` are the prompt's block keys, on first attempts only."""
         cached = int(why.cached[why.chosen])
         self.cost.observe(float(why.costs[why.chosen]))
         self.regret.observe(why.regret)
@@ -158,7 +158,7 @@ class Metrics(MetricSet):
             self.retention.take(keys[block_size], cached // block_size)
 
     def usage(self, tenant: str) -> dict[str, float]:
-        """Return a tenant's tokens so far, by the names of their counters."""
+        """Return a tenant's tokens so far, by counter name."""
         counters = {
             "prompt_tokens": self.prompt_tokens,
             "generation_tokens": self.generation_tokens,
@@ -182,7 +182,7 @@ class Metrics(MetricSet):
 
 
 class FastHistogram(Collector):
-    """Counts observations by bucket; to be used by one thread."""
+    """A histogram for use by one thread."""
 
     def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
         self._name, self._help, self._bounds = name, help, list(bounds)
@@ -190,7 +190,7 @@ class FastHistogram(Collector):
         self.total = 0.0  # sum of all observations
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value, so many times."""
+        """Count a value `count` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self.total += value * times
 
@@ -233,7 +233,7 @@ StallCause: TypeAlias = Literal["client", "engine"]
 
 
 class StageMetrics:
-    """Histograms of a request's stages, and counters of stalls; used by the event loop only."""
+    """Histograms of request stages, and stall counters; for the event loop only."""
 
     def __init__(self, metrics: MetricSet) -> None:
         seconds = metrics.histogram
@@ -283,13 +283,13 @@ class StageMetrics:
         return stalled
 
     def client_blocked(self, nanoseconds: int) -> None:
-        """Count a pause in which bytes waited for a client all the time."""
+        """Count a pause during which bytes waited for a client."""
         seconds = nanoseconds / SECOND
         if self.typical_itl_s and seconds > STALL_RATIO * self.typical_itl_s:
             self._stall("client", seconds)
 
     def delivered(self, nanoseconds: int) -> None:
-        """Count the time of a whole stream in which bytes waited for its client."""
+        """Count a stream's total time of waiting for its client."""
         self._delivery.observe(nanoseconds / SECOND)
 
     def _stall(self, cause: StallCause, seconds: float) -> bool:
@@ -319,7 +319,7 @@ class SessionRetention:
         self._last_blocks: OrderedDict[int, None] = OrderedDict()
 
     def take(self, keys: BlockKeys, cached_blocks: int) -> None:
-        """Count a routed prompt: keys of its full blocks, and leading ones that its worker has."""
+        """Count a routed prompt's block keys, and how many the worker had cached."""
         if not len(keys):
             return
         chain: list[int] = keys.tolist()
@@ -349,7 +349,7 @@ _GENAI_LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_reques
 
 @dataclass(frozen=True, slots=True)
 class GenAIRequest:
-    """A request that ended, as the conventions describe it."""
+    """A finished request in terms of the conventions."""
 
     chat: bool
     request_model: str
@@ -379,7 +379,7 @@ class GenAIMetrics:
         )  # fmt: skip
 
     def ended(self, request: GenAIRequest) -> None:
-        """Count a request; its times between tokens only where it succeeded."""
+        """Count a request; times between tokens only if it succeeded."""
         operation = "chat" if request.chat else "text_completion"
         labels = (operation, PROVIDER, request.request_model, request.response_model)
         self._duration.labels(*labels, request.error).observe(request.duration_s)

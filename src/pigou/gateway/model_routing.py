@@ -1,4 +1,4 @@
-"""Routing by model: which workers serve a request, by the name in its body."""
+"""Routing by model: which workers serve a request, by the model name in its body."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _model_field = msgspec.json.Decoder(_ModelField)
 
 
 class GatewayModel:
-    """One model of a gateway: the control plane and the workers that serve it."""
+    """A model: its control plane and workers."""
 
     def __init__(
         self, plane_driver: PlaneDriver, metrics: Metrics, fleet_status: FleetStatus,
@@ -44,16 +44,16 @@ class GatewayModel:
 
     @property
     def upstreams(self) -> list[Upstream]:
-        """Its workers that are up."""
+        """The model's workers that are up."""
         return list(self.plane_driver.upstreams.values())
 
     def owns(self, upstream: Upstream) -> bool:
-        """True if a worker is one of its own that are up."""
+        """True if a worker belongs to the model and is up."""
         return self.plane_driver.upstreams.get(upstream.worker.id) is upstream
 
     @property
     def served_name(self) -> str:
-        """Its name; empty before a worker said one."""
+        """The model's name; empty before a worker reports one."""
         upstreams = self.upstreams
         return self.name or (upstreams[0].engine.model if upstreams else "")
 
@@ -94,7 +94,7 @@ class GatewayModel:
         return [up for up in self.upstreams if not adapter or up.engine.serves(adapter)]
 
     def sent_name(self, name: str | None) -> str:
-        """Return the name that workers are sent for one that a request has; empty for that one."""
+        """Return the name to send to workers; empty to keep the request's."""
         return self.adapter(name) or self.name
 
     @property
@@ -104,18 +104,18 @@ class GatewayModel:
 
     @property
     def pigou_only(self) -> bool:
-        """True if all workers that are up are Pigou's own, which know no other fields."""
+        """True if all workers that are up are Pigou's own, which refuse unknown fields."""
         upstreams = self.upstreams
         return bool(upstreams) and not any(up.engine.stock for up in upstreams)
 
     @property
     def context(self) -> int:
-        """Tokens that any worker can hold; 0 where one did not say."""
+        """Minimum context of the workers, in tokens; 0 if any is unknown."""
         sizes = [up.engine.max_model_len for up in self.upstreams]
         return max(sizes) if sizes and all(sizes) else 0
 
     def scope(self, release: str) -> ServerScope:
-        """Return what the gateway itself knows of a request's tenure; `release` is its own."""
+        """Return the gateway's part of a request's tenure."""
         prompts: PromptReader | None = self.plane_driver.prompts
         engines = [up.engine for up in self.upstreams]
         return ServerScope(
@@ -127,7 +127,7 @@ class GatewayModel:
         )
 
     def card(self, name: str, created: int) -> dict[str, Any]:
-        """Return the card of one of its names; raise `APIError` 503 without a worker."""
+        """Return a name's model card; raise `APIError` 503 without a worker."""
         upstream = self.names.get(name)
         if upstream is None:
             raise APIError(503, f"No worker of {name} is up.", retry_after=1)
@@ -157,7 +157,7 @@ class ModelRouting:
 
     @property
     def several(self) -> bool:
-        """True if there is more than one."""
+        """True for more than one model."""
         return len(self.models) > 1
 
     @property
@@ -205,7 +205,7 @@ class ModelRouting:
         return model, model.sent_name(field.model)
 
     def check(self, name: str | None) -> None:
-        """Raise `APIError` 404 for a name that no worker reports, where no model is declared."""
+        """Raise `APIError` 404 for a name unknown to all workers, without declared models."""
         if not self._by_name:
             self._check_reported(name)
 

@@ -1,4 +1,4 @@
-"""The plan's status: what a planner decided, why, and what it did to the fleet."""
+"""Plan status: a planner's decisions, reasons, and effects on the fleet."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STATES = tuple(WorkerState)
 
 
 class PlanStatus:
-    """The planner's decisions, moves and replicas, for `/plan` and the metrics."""
+    """A planner's decisions, moves and replicas, for `/plan` and metrics."""
 
     def __init__(
         self, meter: RequestMeter, meters: Mapping[str, RequestMeter] | None = None
@@ -45,13 +45,13 @@ class PlanStatus:
         self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
 
     def begin(self, planner: str, max_workers: int) -> None:
-        """A planner has begun."""
+        """Record that a planner started."""
         self.planner, self.max_workers = planner, max_workers
 
     def record(
         self, window: PlannerWindow, decision: PlannerDecision, refusals: Sequence[str]
     ) -> None:
-        """Note a decision, and why some of its actions were not carried out."""
+        """Record a decision, and why some of its actions were not carried out."""
         self._error = ""
         self.latest, self._pools, self._refusals = decision, window.pools, tuple(refusals)
         now = round(time.time(), 3)
@@ -60,12 +60,12 @@ class PlanStatus:
         self._sample(now, window, decision)
 
     def carried_out(self, action: Action) -> None:
-        """Count an action that was carried out."""
+        """Count an applied action."""
         count = action.count if isinstance(action, AddWorkers) else 1
         self.moves[_kind(action)] += count
 
     def failed(self, window: PlannerWindow, error: Exception) -> None:
-        """Note that the planner raised: the fleet stays as it is."""
+        """Record that the planner raised; the fleet stays as it is."""
         self.failures += 1
         self._error = f"{type(error).__name__}: {error}"
         self._pools = window.pools
@@ -79,7 +79,7 @@ class PlanStatus:
         return replicas_of(self._pools)
 
     def view(self) -> dict[str, Any]:
-        """Return all of it as JSON builtins; `planner` is None without one."""
+        """Return the status as JSON builtins; `planner` is None without one."""
         latest = self.latest
         models = {"slo_models": {name: meter.view() for name, meter in self._meters.items()}}
         return (models if self._meters else {}) | {
@@ -98,7 +98,7 @@ class PlanStatus:
         }
 
     def alerts(self) -> list[dict[str, str]]:
-        """Return what an operator should know now: `kind` and `text`."""
+        """Return current alerts for operators: `kind` and `text`."""
         alerts = [*self._attainment_alerts()]
         for pool in self._pools:
             stuck = [worker.id for worker in pool.workers if worker.unplaceable]
@@ -150,7 +150,7 @@ class PlanStatus:
         )
 
     def _series(self) -> dict[str, Any]:
-        """Return the samples as columns; `pools` has one of each pool and state."""
+        """Return the samples as columns, one per pool and state."""
         samples = list(self._samples)
         names = ("time", "rps", "planned_rps", "low_rps", "high_rps", "shadow_price", "attained")
         pools = dict.fromkeys(pool for sample in samples for pool in sample["pools"])
@@ -212,14 +212,14 @@ def replicas_of(pools: Iterable[PoolWindow]) -> dict[str, dict[str, int]]:
 
 
 def _entry(now: float | None, decision: PlannerDecision, refusals: Sequence[str]) -> dict[str, Any]:
-    """Return a decision as it is shown; what is not known is left out."""
+    """Return a decision for display, without unknown values."""
     entry: dict[str, Any] = _known(msgspec.to_builtins(decision))
     del entry["kind"], entry["now_ns"]
     return ({} if now is None else {"time": now}) | entry | {"refused": list(refusals)}
 
 
 def _known(value: Any) -> Any:
-    """Return builtins without what is None; numbers that are not finite become None."""
+    """Return builtins without None; non-finite numbers become None."""
     match value:
         case float():
             return json_number(value)

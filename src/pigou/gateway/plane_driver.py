@@ -1,4 +1,4 @@
-"""Runs ControlPlane by the wall clock, with an upstream for each worker."""
+"""Drives a ControlPlane by the wall clock, with an upstream for each worker."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from pigou.wire.errors import bad_request
 
 
 class PrefillLeg(NamedTuple):
-    """A prefill leg, as a worker gets it."""
+    """A prefill leg to send to a worker."""
 
     path: str
     wire_id: str  # id of the request in headers and logs
@@ -52,20 +52,20 @@ class PrefillLeg(NamedTuple):
 
 
 class PulledPrefill(NamedTuple):
-    """The first reply of a worker: status, and the body."""
+    """A worker's prefill reply: status and body."""
 
     status: int
     reply: bytes
 
 
 class LocalPrefill(NamedTuple):
-    """A prompt is computed where it is decoded, for a reason."""
+    """Prefill stays local, for a reason."""
 
     reason: str
 
 
 class PrefillDropped(Exception):
-    """A queued prompt is not computed, and is not to be tried again."""
+    """A queued prompt was dropped; do not retry it."""
 
     def __init__(self, message: str, *, expired: bool) -> None:
         super().__init__(message)
@@ -77,17 +77,17 @@ class GatewayPrefillQueue(Protocol):
 
     @property
     def length(self) -> int:
-        """Prompts of all gateways that wait, or are claimed."""
+        """Waiting and claimed prompts of all gateways."""
         ...
 
     async def run(self) -> None:
-        """Keep connected, until cancelled."""
+        """Stay connected until cancelled."""
         ...
 
     async def prefill(
         self, request: Request, leg: PrefillLeg, on_claim: Callable[[str, int], None]
     ) -> PulledPrefill | LocalPrefill:
-        """Have a prompt computed by the worker that claims it, which `on_claim` is told."""
+        """Enqueue a prompt, and return the reply; `on_claim` gets the worker."""
         ...
 
 
@@ -95,15 +95,15 @@ _TICK_S = 0.1
 
 
 class Interruptible(Protocol):
-    """The driver of a request."""
+    """A request's driver that the control plane can interrupt."""
 
     def interrupt(self, decision: Recall | Shed) -> bool:
-        """Take in a decision about a routed request; return whether it changes anything."""
+        """Apply a decision on a routed request; True if it changes anything."""
         ...
 
 
 class PlaneDriver:
-    """Turns decisions into futures, and events into observations."""
+    """Maps decisions to futures, and events to observations."""
 
     def __init__(
         self,
@@ -152,18 +152,18 @@ class PlaneDriver:
         return self._served_model
 
     def write(self, entry: JournalEntry) -> None:
-        """Add an entry of a planner to the journal, where there is one."""
+        """Append a planner's entry to the journal, if any."""
         if self._journal is not None:
             self._journal.write(entry)
 
     def start(self) -> None:
-        """Begin to let time pass; call within the event loop."""
+        """Start the ticker; call it on the event loop."""
         if self.prefill_queue is not None:
             self._pulling = self.background.start("prefill queue", self.prefill_queue.run)
         self._ticker = self.background.start("control plane ticks", self._tick)
 
     async def stop(self) -> None:
-        """End the ticker, and all connections."""
+        """Stop the ticker, and close all connections."""
         if self._pulling is not None:
             self._pulling.cancel()
             await asyncio.wait((self._pulling,), timeout=1.0)
@@ -182,7 +182,7 @@ class PlaneDriver:
             self._journal.close()
 
     async def up(self, worker: Worker, engine: Engine, secret: str = "") -> None:
-        """A worker is ready: send it requests."""
+        """Add a ready worker."""
         if worker.id in self.upstreams:
             await self.upstreams.pop(worker.id).close()
         upstream = Upstream(worker, engine, secret)
@@ -197,20 +197,20 @@ class PlaneDriver:
         self.observe(WorkerUp(worker))
 
     async def down(self, worker: str, end: WorkerEnd = WorkerEnd.LOST) -> None:
-        """A worker is gone: cut its connections, so that its requests go elsewhere."""
+        """Remove a worker, and cut its connections so that its requests migrate."""
         upstream = self.upstreams.pop(worker, None)
         self.observe(WorkerDown(worker))
         if upstream is not None:
             await upstream.close(end)
 
     def flip(self, worker: str, role: Role) -> None:
-        """A worker that is up has another role from now on; its connections and cache stay."""
+        """Change a worker's role; connections and cache stay."""
         upstream = self.upstreams[worker]
         upstream.worker = replace(upstream.worker, role=role)
         self.observe(WorkerUp(upstream.worker))
 
     async def read(self, run: GatewayRun) -> None:
-        """Put the prompt's tokens and block keys into a run, as far as they can be known."""
+        """Add the prompt's tokens and block keys to a run, if known."""
         if self.prompts is not None and run.parsed.single:
             await self.prompts.read(run, list(self.upstreams.values()))
 
@@ -222,13 +222,13 @@ class PlaneDriver:
         return upstream
 
     def may_add(self, run: GatewayRun, own: int) -> bool:
-        """True if another sequence of a request may be sent; `own` of them are under way."""
+        """True if a request with `own` sequences under way may send another."""
         prompt = max(1, run.prompt_tokens // len(run.parsed.prompts))
         return self.plane.may_add(own, prompt, run.parsed.max_tokens, time.monotonic_ns())
 
     @contextmanager
     def woken(self, event: asyncio.Event) -> Iterator[None]:
-        """Within it, an event is set at each tick."""
+        """Set an event at each tick (context)."""
         self._woken.add(event)
         try:
             yield
@@ -245,12 +245,12 @@ class PlaneDriver:
         return failed | near if others else failed
 
     def serving(self, adapter: str) -> frozenset[str]:
-        """Return the ids of the workers that have an adapter."""
+        """Return the ids of workers with an adapter."""
         ups = self.upstreams.values()
         return frozenset(up.worker.id for up in ups if adapter in up.engine.served.adapters)
 
     async def decide(self, request: Request, exclude: frozenset[str]) -> Route | Shed:
-        """Submit a request; return its route, or why it has none; raise `ConfigError`."""
+        """Submit a request; return its route or refusal; raise `ConfigError`."""
         start = time.monotonic_ns()
         self.repeated.arrive(request.id, prompt_key(request), start / SECOND)
         decision = self._recorded.submit(request, start, exclude)
@@ -265,7 +265,7 @@ class PlaneDriver:
         return decision
 
     async def _wait(self, request: str) -> Route | Shed:
-        """Return the later decision about a queued request."""
+        """Wait for the decision on a queued request."""
         future: asyncio.Future[Route | Shed] = asyncio.get_running_loop().create_future()
         self._queued[request] = future
         try:
@@ -274,7 +274,7 @@ class PlaneDriver:
             self._queued.pop(request, None)
 
     def observe(self, observation: Observation) -> None:
-        """Report an observation to ControlPlane; wake the requests that its decisions name."""
+        """Report an observation to ControlPlane, and wake the requests it decides."""
         self._wake(self._recorded.observe(observation, time.monotonic_ns()))
 
     def on_tokens(self, counts: Sequence[tuple[str, int]]) -> None:
@@ -282,7 +282,7 @@ class PlaneDriver:
         report_tokens(self._recorded, counts, time.monotonic_ns())
 
     def end(self, request: str, reason: FinishReason) -> None:
-        """A request is over."""
+        """Report the end of a request."""
         relay, reported = self._relays.pop(request, (None, 0))
         if relay is not None and relay.counted > reported:
             self.on_tokens(((request, relay.counted - reported),))
@@ -296,14 +296,14 @@ class PlaneDriver:
 
     @property
     def heeds_deadlines(self) -> bool:
-        """True if the order of admission, or a worker that is up, goes by `deadline_ms`."""
+        """True if admission order or a worker uses `deadline_ms`."""
         within = self.plane.config.admission.get("within")
         if self.plane.queue.order.refuses_late or within == "edf":
             return True
         return any(up.engine.deadlines for up in self.upstreams.values())
 
     def check_deadline(self, deadline_ms: int | None) -> None:
-        """Raise `APIError` 400 for a deadline that nobody goes by."""
+        """Raise `APIError` 400 for a deadline that nothing uses."""
         if deadline_ms is not None and self.upstreams and not self.heeds_deadlines:
             raise bad_request(
                 f"deadline_ms is {deadline_ms}; nobody here goes by deadlines: start the gateway "
@@ -313,12 +313,12 @@ class PlaneDriver:
 
     @property
     def queue_timeout_s(self) -> float:
-        """Seconds that a request may wait before it runs."""
+        """Maximum seconds of a request in the queue."""
         return self.plane.config.queue_timeout / SECOND
 
     @property
     def held(self) -> int:
-        """Sequences of accepted requests that were not sent yet, besides those `queued`."""
+        """Unsent sequences of accepted requests, besides those `queued`."""
         return self.plane.queue.quota.reserved
 
     @property

@@ -1,4 +1,4 @@
-"""Prices of the control plane: as JSON for the page, as gauges for Prometheus."""
+"""Prices of the control plane, as JSON for the page and gauges for Prometheus."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARTS = ("whole", "routing", "prefill_decode", "queueing")
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Prices of one worker at its present load, in seconds."""
+    """Prices of one worker at its current load, in seconds."""
 
     worker: str  # its id
     toll: float  # cost of one more stream of expected length to those that run there
@@ -40,7 +40,7 @@ class Price:
 
 
 def worker_prices(status: Status, streams: Sequence[int]) -> list[Price]:
-    """Return each worker's prices; `streams` run on each, in the order of `status.workers`."""
+    """Return each worker's prices; `streams` are in the order of `status.workers`."""
     known, rows = status.estimates, np.arange(len(status.workers))
     itl = known.itl(rows, np.asarray(streams, dtype=np.float64) + 1.0)
     own = np.maximum(status.output * itl, 1e-12)
@@ -91,7 +91,7 @@ def game_view(status: Status) -> dict[str, Any]:
 
 
 def _split(estimate: PoAEstimate) -> dict[str, Any] | None:
-    """Return the better split, and what it would gain."""
+    """Return the better split and its gain."""
     split = estimate.split
     if split is None:
         return None
@@ -107,7 +107,7 @@ def _split(estimate: PoAEstimate) -> dict[str, Any] | None:
 
 
 def _caching(caching: CacheStatus) -> dict[str, Any]:
-    """Return what is known of the fleet's memory; null what is not."""
+    """Return the fleet's memory status; null for unknown values."""
     game = caching.placement
     seconds = ("poa", "cost", "best", "unavoidable", "met")
     return {
@@ -152,7 +152,7 @@ _GAUGES = (
 
 
 def price_families(status: Status, prices: Sequence[Price]) -> Iterator[Metric]:
-    """Yield the gauges `pigou_game_*`; of a price that is not known, nothing."""
+    """Yield the gauges `pigou_game_*` of known prices."""
     text = "Regime: 0 below, 1 transition, 2 saturated."
     yield gauge_family("pigou_game_saturation_state", text, status.regime.level)
     yield gauge_family("pigou_game_saturation_signal", "What the detector looks at.", status.signal)
@@ -214,6 +214,6 @@ def _estimate(estimate: Estimate) -> dict[str, Any]:
 
 
 def json_number(value: float) -> float | None:
-    """Return a number as JSON has it: what is not finite becomes null."""
+    """Return a number for JSON: null if not finite."""
     value = float(value)
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The exact tokens of each request's prompt, and its block keys for the router."""
+"""Reads prompts: exact tokens of each request, and block keys for the router."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _messages = msgspec.json.Decoder(list[dict[str, Any]])
 
 
 class NotTokenizable(ValueError):
-    """The prompt cannot be tokenized here: its worker tokenizes or refuses it."""
+    """The prompt cannot be tokenized here; the worker tokenizes or rejects it."""
 
 
 class PromptTokenizer:
@@ -48,7 +48,7 @@ class PromptTokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> PromptTokenizer:
-        """Read a model folder; raise `ConfigError` where it cannot be used."""
+        """Load from a model folder; raise `ConfigError` if unusable."""
         try:
             tokenizer = Tokenizer.load(folder)
             template = ChatTemplate.choose(tokenizer.templates, tokenizer.names)
@@ -58,7 +58,7 @@ class PromptTokenizer:
 
     @classmethod
     def named(cls, name: str) -> PromptTokenizer:
-        """Load a tokenizer by folder or hub id; raise `ConfigError` where it cannot be had."""
+        """Load by folder or hub id; raise `ConfigError` if unavailable."""
         folder = find_tokenizer(name, download=True)
         if folder is None:
             raise ConfigError(
@@ -69,11 +69,11 @@ class PromptTokenizer:
 
     @property
     def max_token_bytes(self) -> int:
-        """Most bytes of any token."""
+        """Maximum bytes per token."""
         return self.tokenizer.vocabulary.max_token_bytes
 
     def encode(self, text: str | list[int], fields: BodyFields, *, chat: bool) -> list[int]:
-        """Return the token ids of what `prompt_of` returned; raise `NotTokenizable`."""
+        """Return the token ids of a result of `prompt_of`; raise `NotTokenizable`."""
         if isinstance(text, list):
             return text
         special = fields.add_special_tokens
@@ -129,7 +129,7 @@ def first_prompt(prompt: Any) -> str | list[int]:
 
 
 def _parsed(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message as vLLM shows it to templates: null content as "", arguments as objects."""
+    """Return a message as vLLM passes it to templates: null content as "", arguments parsed."""
     if message.get("content") is None:
         message = {**message, "content": ""}
     calls = message.get("tool_calls")
@@ -204,20 +204,20 @@ class PromptReader:
         return tokenizer
 
     def close(self) -> None:
-        """End the threads."""
+        """Shut down the threads."""
         self._pool.close()
 
     @property
     def template(self) -> str:
-        """Digest of the model's chat template; empty where there is none here."""
+        """Digest of the model's chat template; empty if not available here."""
         return "" if self._tokenizer is None else self._tokenizer.version
 
     def mode(self, *, chat: bool) -> TokenizationMode:
-        """Return how prompts of a route are tokenized."""
+        """Return how a route's prompts are tokenized."""
         return max((modes[chat] for modes in self._modes.values()), default=TokenizationMode.NONE)
 
     async def meet(self, upstream: Upstream) -> None:
-        """Learn how a worker that came up reads its prompts."""
+        """Check the tokenizer against a worker that came up."""
         async with self._finding:
             if self._tokenizer is None:
                 self._tokenizer = await self._off_loop(lambda: self._ready(_find(upstream.engine)))
@@ -270,7 +270,7 @@ class PromptReader:
         return await self._pool.run(run.parsed.tenant, lambda: _keyed(tokens, run, sizes))
 
     async def _compare(self, upstream: Upstream, *, chat: bool) -> TokenizationMode:
-        """Return how prompts of a route can be tokenized for this worker."""
+        """Return how a route's prompts can be tokenized for this worker."""
         engine, tokenizer = upstream.engine, self._tokenizer
         fields = BodyFields(prompt=_TEXT, messages=msgspec.Raw(msgspec.json.encode(_CHAT)))
         body: Body = {"messages": _CHAT} if chat else {"prompt": _TEXT}
@@ -336,7 +336,7 @@ def _find(engine: Engine) -> PromptTokenizer | None:
 
 
 async def _ask(upstream: Upstream, body: Body) -> list[int] | None:
-    """Return what a worker says the tokens are; None when it does not say."""
+    """Return a worker's tokens of a prompt; None if it gives none."""
     try:
         async with asyncio.timeout(_ASK_S):
             with REPLIES.reserve() as held:
@@ -361,7 +361,7 @@ def _tokenize(
     upstreams: Collection[Upstream],
     sizes: Collection[int],
 ) -> _PromptTokens:
-    """Tokenize a prompt of ids, or of text where there is a tokenizer."""
+    """Tokenize a prompt, or pass on its ids."""
     fields, chat = run.parsed.fields, run.parsed.chat
     stock = any(up.engine.stock for up in upstreams)
     max_context = max((up.engine.max_model_len for up in upstreams), default=0)
@@ -387,7 +387,7 @@ def _tokenize(
 
 
 def _first(prompt: Any) -> str | list[Any]:
-    """Return the first prompt of a completion, whose ids are checked where they are used."""
+    """Return the first prompt of a completion, ids unchecked."""
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompt = prompt[0]
     if not isinstance(prompt, str | list):

@@ -42,7 +42,7 @@ def note_report(
 
 
 def pages(gateway: Gateway) -> APIPages:
-    """Return `/costs`, all to an administrator, else a tenant's own; and the bill of a request."""
+    """Return `/costs`, per tenant or all for an administrator, and a request's bill."""
     drivers = [model.plane_driver for model in gateway.routing]
     for model in gateway.routing:
         if (meter := cost_meter(model.plane_driver)) is not None:

@@ -1,4 +1,4 @@
-"""The history: what the page's charts show, sampled by the gateway, and the fleet's events."""
+"""History for the page's charts, sampled by the gateway, and the fleet's events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WORK = ("/v1/completions", "/v1/chat/completions", "other")
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something that happened to a worker."""
+    """An event of a worker."""
 
     time: float  # Unix time in seconds
     worker: str  # its id
@@ -39,7 +39,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class History:
-    """Keeps samples and events of the last half hour, in bounded rings."""
+    """Samples and events of the last half hour, in ring buffers."""
 
     def __init__(
         self, fleet_status: FleetStatus | ModelsStatus, metrics: Metrics,
@@ -65,7 +65,7 @@ class History:
             await asyncio.sleep(STEP_S)
 
     def sample(self) -> None:
-        """Take one sample, and note what happened since the last."""
+        """Take one sample, and record events since the last."""
         now = round(self._clock(), 3)
         self._note_events(now)
         view = self._fleet_status.view()
@@ -130,7 +130,7 @@ class History:
             del self._states[gone]
 
     def _requests(self) -> tuple[float, float]:
-        """Return requests for work so far, and those that ended in an error of the fleet."""
+        """Return requests so far, and those that failed by the fleet's fault."""
         requests = errors = 0.0
         for family in (one for metrics in self._metrics for one in metrics.requests.collect()):
             for sample in family.samples:
@@ -146,7 +146,7 @@ class History:
         return round(max(0.0, total - before) / elapsed, 3) if elapsed > 0 else None
 
     def _since(self, name: str, histograms: Sequence[Collector]) -> dict[float, float]:
-        """Return the cumulative counts of histograms since the last sample, added up."""
+        """Return the histogram counts since the last sample, summed."""
         now: dict[float, float] = {}
         for histogram in histograms:
             for bound, count in buckets(histogram.collect()).items():
@@ -188,7 +188,7 @@ _POLICY = (
 
 
 def pages(gateway: Gateway) -> APIPages:
-    """Return the page's files, which hold no data themselves, and what its charts show."""
+    """Return the page's static files, and the data of its charts."""
     history = History(
         gateway.status, gateway.metrics, gateway.status.rows,
         models=[model.metrics for model in gateway.routing],

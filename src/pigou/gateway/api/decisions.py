@@ -1,4 +1,4 @@
-"""The latest decisions of the control planes: a summary of each, and one with its candidates."""
+"""Recent routing decisions: summaries, and one with its candidates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 
 def pages(gateway: Gateway) -> APIPages:
-    """Return `/decisions` and `/decisions/ID`; a tenant sees its own alone."""
+    """Return `/decisions` and `/decisions/ID`; tenants see only their own."""
     planes = [model.plane_driver.plane for model in gateway.routing]
 
     async def latest(request: web.Request) -> web.Response:
@@ -80,7 +80,7 @@ def _summary(why: Explanation) -> dict[str, Any]:
 
 
 def _remote_fetch(read: RemoteKVFetch | None) -> dict[str, Any] | None:
-    """Return what is read from another worker's cache, and its price."""
+    """Return the remote KV fetch and its price."""
     if read is None:
         return None
     return {

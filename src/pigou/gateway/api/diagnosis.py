@@ -1,4 +1,4 @@
-"""The gateway's diagnosis of its own fleet: windows of the last half hour, by its own metrics."""
+"""Diagnosis of the fleet from the gateway's metrics of the last half hour."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WINDOW_S, MAX_WINDOWS = 10.0, 180
 
 
 def pages(gateway: Gateway) -> APIPages:
-    """Return `/diagnosis`: which failure modes the last half hour shows."""
+    """Return `/diagnosis`: failure modes of the last half hour."""
 
     def page() -> MetricPage:
         families = gateway_metrics(gateway).collect()
@@ -63,14 +63,14 @@ class GatewayDiagnosis:
             await asyncio.sleep(WINDOW_S)
 
     def sample(self) -> None:
-        """End a window, and begin the next."""
+        """Close a window and open the next."""
         now, before = self._scrape(), self._before
         if before is not None and now.at_s > before.at_s:
             self._windows.append(scraped_window(before, now, before.at_s - self._begin))
         self._before = now
 
     def view(self) -> dict[str, Any]:
-        """Return the diagnosis of the windows so far, as JSON has it; `since` is Unix time."""
+        """Return the diagnosis of the windows so far, as JSON; `since` is Unix time."""
         if not self._windows:
             return {"since": self._begin, "windows": 0, "findings": [], "healthy": None}
         series = with_knees(self._windows)

@@ -1,4 +1,4 @@
-"""The fleet: its workers, its plan, and what changes the workers."""
+"""Fleet pages: workers, plan, and changes to workers."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ class AddBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class DrainBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of `POST /workers/{id}/drain` and `/restart`; it may be left out."""
+    """Optional body of `POST /workers/{id}/drain` and `/restart`."""
 
     limit_s: float | None = None
 
 
 class FlipBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of `POST /workers/{id}/flip`."""
+    """Body of `POST /workers/{id}/flip`."""
 
     role: Role
     limit_s: float | None = None
 
 
 def pages(gateway: Gateway) -> APIPages:
-    """Return the workers and the plan, to an administrator, and what changes the workers."""
+    """Return the workers, the plan and fleet changes, for administrators."""
     plan_status = gateway.plan_status or PlanStatus(gateway.plane_driver.meter)
     gateway.metrics.scrape(partial(plan_families, plan_status))
     registry = gateway.registry
@@ -79,7 +79,7 @@ def pages(gateway: Gateway) -> APIPages:
         return json_response(view)
 
     async def plan(_: web.Request) -> web.Response:
-        """Show what the planner decided, and why."""
+        """Show the planner's decisions and reasons."""
         return json_response(plan_status.view())
 
     change = FleetAPI(gateway)
@@ -99,7 +99,7 @@ def pages(gateway: Gateway) -> APIPages:
 
 
 class FleetAPI:
-    """Changes the fleet: workers are added, drained, flipped and removed by an administrator."""
+    """Adds, drains, flips and removes workers for administrators."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -124,26 +124,26 @@ class FleetAPI:
         return _answer(rows, refusal)
 
     async def drain(self, request: web.Request) -> web.Response:
-        """Drain a worker, which then goes."""
+        """Drain and remove a worker."""
         changes = self._changes(request)
         limit_s = await _read_limit(request)
         return _answer([_changed(lambda: changes.drain(_id(request), limit_s))])
 
     async def restart(self, request: web.Request) -> web.Response:
-        """Drain a local worker, which then starts again."""
+        """Drain and restart a local worker."""
         changes = self._changes(request)
         limit_s = await _read_limit(request)
         return _answer([_changed(lambda: changes.restart(_id(request), limit_s))])
 
     async def flip(self, request: web.Request) -> web.Response:
-        """Drain a worker, which then serves in another role."""
+        """Drain a worker and change its role."""
         changes = self._changes(request)
         body = await _read(request, FlipBody)
         limit_s = _limit(body.limit_s)
         return _answer([_changed(lambda: changes.flip(_id(request), body.role, limit_s))])
 
     async def remove(self, request: web.Request) -> web.Response:
-        """Drain a worker, which then goes; with `?now=true` it goes at once."""
+        """Drain and remove a worker; with `?now=true` at once."""
         changes = self._changes(request)
         for name in request.query:
             if name != "now":
@@ -181,7 +181,7 @@ class FleetAPI:
         return self._gateway.changes
 
     def _check_origin(self, request: web.Request) -> None:
-        """Refuse pages of other sites: a browser sends them without asking first."""
+        """Reject other sites' pages: browsers send such requests without a preflight."""
         origin = request.headers.get("origin")
         if origin is None or origin in self._gateway.config.cors_origins:
             return
@@ -203,7 +203,7 @@ async def _read(request: web.Request, kind: type[_T]) -> _T:
 
 
 async def _read_limit(request: web.Request) -> float | None:
-    """Return the limit that a body has, which may be left out."""
+    """Return the limit in an optional body."""
     body = await _read(request, DrainBody) if request.can_read_body else DrainBody()
     return _limit(body.limit_s)
 
@@ -221,7 +221,7 @@ def _id(request: web.Request) -> str:
 
 
 def _changed(change: Callable[[], _T]) -> _T:
-    """Return what a change returns; what it refuses becomes an error of the API."""
+    """Apply a change; map its refusals to API errors."""
     try:
         return change()
     except ConfigError as error:
@@ -235,7 +235,7 @@ def _changed(change: Callable[[], _T]) -> _T:
 
 
 def _answer(rows: list[WorkerRow], refusal: str = "") -> web.Response:
-    """Return the ids and states of the workers that a change is about."""
+    """Return the ids and states of the changed workers."""
     workers: list[dict[str, Any]] = [
         {
             "id": row.id, "role": row.role, "pool": row.pool, "state": row.state,

@@ -1,4 +1,4 @@
-"""Completions and chats: a request is parsed, kept within its key's limits, and served."""
+"""Completions and chats: parses, limits and serves requests."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class GenerationAPI:
         self._advisor = PrefixAdvisor()
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Answer a completion or a chat; one that its model cannot serve now may overflow."""
+        """Answer a completion or a chat, or let it overflow if its model is full."""
         gateway, config, key = self._gateway, self._gateway.config, current_key()
         address = (config.host, config.port)
         with traced_request(gateway.tracer, request.headers, request.path, address) as traced:
@@ -124,7 +124,7 @@ class GenerationAPI:
         self, request: web.Request, run: GatewayRun, model: GatewayModel, data: bytes,
         parse: Callable[..., tuple[GatewayRun, GatewayModel]], traced: TracedRequest | None,
     ) -> web.StreamResponse:  # fmt: skip
-        """Have another model, or another fleet, serve a request of a full model."""
+        """Serve a request by another model or fleet."""
         gateway, overflow, key = self._gateway, model.overflow, current_key()
         assert overflow is not None
         gateway.shutdown.check_open()
@@ -187,7 +187,7 @@ class GenerationAPI:
 
     @asynccontextmanager
     async def _errors_in_stream(self, run: GatewayRun, writer: SSEWriter) -> AsyncIterator[None]:
-        """Within it, an error ends a stream that has begun, as an event in it."""
+        """Send errors as an event once a stream has begun (context)."""
         try:
             with self._gateway.shutdown.reports_end():
                 yield
@@ -205,7 +205,7 @@ class GenerationAPI:
             await writer.fail(failure)
 
     def _advice(self, run: GatewayRun) -> str:
-        """Return advice on a request's prompt; one of several prompts is judged by the first."""
+        """Return advice on a request's first prompt."""
         prompt = run.parsed.fields.prompt
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             prompt = prompt[0]
@@ -223,7 +223,7 @@ class GenerationAPI:
 
 @contextmanager
 def _counted(run: GatewayRun, model: GatewayModel) -> Iterator[None]:
-    """Within it, a request is served; what it raises says how it ended."""
+    """Count a request by the exception that ended it (context)."""
     error, parsed, stats = "_OTHER", run.parsed, run.stats  # the conventions' word for the rest
     try:
         yield
@@ -264,7 +264,7 @@ def _counted(run: GatewayRun, model: GatewayModel) -> Iterator[None]:
 
 @contextmanager
 def _delivering(run: GatewayRun, writer: SSEWriter, metrics: Metrics) -> Iterator[None]:
-    """Within it, a reply goes to its client, whose pauses are counted at the end."""
+    """Count the client's pauses during a reply (context)."""
     try:
         yield
     except ClientStalled as error:
@@ -286,7 +286,7 @@ def _observe_duration(run: GatewayRun, metrics: Metrics) -> None:
 
 
 def _decision_headers(run: GatewayRun) -> dict[str, str]:
-    """Return the headers that tell who serves a request, and where the reason can be had."""
+    """Return headers with the serving workers and the decision's URL."""
     headers, choice = {}, run.choice
     if run.parsed.unknown:
         headers[UNKNOWN] = header_value(run.parsed.unknown)

@@ -1,4 +1,4 @@
-"""Pages of metrics: the gateway's own by key, and those of all workers federated."""
+"""Metrics pages: the gateway's by key, and those of all workers federated."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OF_BOTH = ("pigou_requests", "pigou_requests_cancelled", "pigou_requests_shed")
 
 
 def pages(gateway: Gateway) -> APIPages:
-    """Return `/metrics` and `/metrics/workers`, which look at the key themselves."""
+    """Return `/metrics` and `/metrics/workers`, which check the key themselves."""
     for model in gateway.routing:
         _register(model)
     if gateway.tracer is not None and gateway.tracer.exporter is not None:
@@ -51,7 +51,7 @@ def pages(gateway: Gateway) -> APIPages:
         return key
 
     async def metrics(request: web.Request) -> web.Response:
-        """Write all metrics for an admin key, its own for a tenant's, none without a key."""
+        """Write all metrics for an admin key, a tenant's own for its key, none without."""
         key = key_of(request)
         keep: Filter = _nameless
         if key is not None and key.admin:
@@ -62,7 +62,7 @@ def pages(gateway: Gateway) -> APIPages:
         return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def workers(request: web.Request) -> web.Response:
-        """Write the metrics of all workers, for whom `/metrics` has all: they name no tenant."""
+        """Write the metrics of all workers, for keys that see all of `/metrics`."""
         key = key_of(request)
         if key is not None:
             check_admin(key)
@@ -76,7 +76,7 @@ def pages(gateway: Gateway) -> APIPages:
 
 
 def gateway_metrics(gateway: Gateway, keep: Filter = iter) -> _FilteredMetrics:
-    """Return the gateway's metrics as they are now, with the label of the model."""
+    """Return the gateway's current metrics, labelled by model."""
     for model in gateway.routing:
         model.metrics.queued.set(model.plane_driver.queued)
         queue = model.plane_driver.prefill_queue
@@ -92,7 +92,7 @@ def gateway_metrics(gateway: Gateway, keep: Filter = iter) -> _FilteredMetrics:
 
 
 def _register(model: GatewayModel) -> None:
-    """Export what is known of a model with its metrics."""
+    """Export a model's status with its metrics."""
     metrics, driver = model.metrics, model.plane_driver
     index, repeated = driver.plane.index, driver.repeated
     metrics.scrape(lambda: worker_families(model.fleet_status.gauges()))
@@ -111,7 +111,7 @@ def _register(model: GatewayModel) -> None:
 
 
 class _FilteredMetrics(Collector):
-    """Metrics of a registry, filtered and labelled as they are read."""
+    """A registry's metrics, filtered and labelled on read."""
 
     def __init__(
         self, registry: CollectorRegistry, model: str,
@@ -157,7 +157,7 @@ def _nameless(families: Iterable[Metric]) -> Iterator[Metric]:
 
 
 def _summed(samples: Iterable[Sample]) -> list[Sample]:
-    """Return counters without the label of tenants, those that are the same then as their sum."""
+    """Return counters without tenant labels, equal series summed."""
     sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
     for sample in samples:
         labels = tuple((name, value) for name, value in sample.labels.items() if name != TENANT)
@@ -210,19 +210,19 @@ class _SampleFamily:
     values: dict[str, str] = field(default_factory=dict)
 
     def owns(self, name: str, sample: str) -> bool:
-        """True if a sample's name is one of a family of this name."""
+        """True if a sample belongs to a family of this name."""
         return sample in {name + suffix for suffix in _SUFFIXES.get(self.type, ("",))}
 
 
 class WorkerFederation:
-    """Asks all workers that are up for their pages; one round at a time, for all who ask."""
+    """Scrapes all workers that are up, one round at a time for all callers."""
 
     def __init__(self, models: Iterable[GatewayModel], timeout_s: float = TIMEOUT_S) -> None:
         self._models, self._timeout_s = models, timeout_s
         self._round: asyncio.Task[bytes] | None = None
 
     async def page(self) -> bytes:
-        """Return the page of all workers, in the text format of Prometheus."""
+        """Return the merged page in Prometheus' text format."""
         if self._round is None or self._round.done():
             self._round = asyncio.create_task(self._collect(), name="federation")
         return await asyncio.shield(self._round)
@@ -289,7 +289,7 @@ def _headed(name: str, help: str, type: str = "gauge") -> list[str]:
 
 
 def _merge(page: WorkerPage, families: dict[str, _SampleFamily]) -> int:
-    """Add a page's samples to the families; return how many lines were left out."""
+    """Merge a page's samples into the families; return the number of dropped lines."""
     text = page.text or ""
     fleet_labels, left_out = _written(page.labels), 0
     helps: dict[str, str] = {}
@@ -326,7 +326,7 @@ def _merge(page: WorkerPage, families: dict[str, _SampleFamily]) -> int:
 
 
 def _fleet_labelled(labels: str, fleet: Mapping[str, str]) -> str:
-    """Return a sample's own labels beside those of the fleet."""
+    """Return a sample's labels together with the fleet's."""
     if not any(name in labels for name in fleet):
         return labels.rstrip(", ")
     pairs = []

@@ -1,4 +1,4 @@
-"""The list of models, and pages that any worker of a model answers."""
+"""The list of models, and pages that any worker of a model can answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pages(gateway: Gateway) -> APIPages:
     """Return the pages of models, tokenization and detokenization."""
 
     async def card(model: GatewayModel, name: str) -> dict[str, Any]:
-        """Return the card of a name, with the routes that answer it."""
+        """Return a model name's card, with its routes."""
         endpoints = await gateway.server_routes.endpoints(model.serving(name))
         return model.card(name, gateway.created) | {"supported_endpoints": endpoints}
 
@@ -44,7 +44,7 @@ def pages(gateway: Gateway) -> APIPages:
         return json_response(await card(gateway.routing.find(name), name))
 
     async def forward(request: web.Request) -> web.Response:
-        """Pass a request to any worker."""
+        """Forward a request to any worker."""
         gateway.startup.check(gateway.routing.decodes)
         data = await read_json(request, gateway.config.max_body)
         model, name = gateway.routing.of_body(data)

@@ -1,4 +1,4 @@
-"""A page of the API: its path, who may see it, and what answers."""
+"""A page of the API: path, access and handler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Access(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class APIPage:
-    """One route, made by the module of `pigou.gateway.api` that answers it."""
+    """A route of a module in `pigou.gateway.api`."""
 
     path: str
     answer: Answer
@@ -73,7 +73,7 @@ class APIPages(NamedTuple):
 
 
 def check_admin(key: Key) -> None:
-    """Raise `APIError` 403 unless a key is an administrator's."""
+    """Raise `APIError` 403 unless the key is an administrator's."""
     if not key.admin:
         raise APIError(
             403,
@@ -84,7 +84,7 @@ def check_admin(key: Key) -> None:
 
 
 def seen_tenant() -> str | None:
-    """Return the tenant whose requests the current key sees; None for those of all."""
+    """Return the tenant that the current key can see; None for all."""
     key = current_key()
     return None if key.admin else key.tenant
 
@@ -95,7 +95,7 @@ def json_response(value: object, status: int = 200) -> web.Response:
 
 
 def number_parameter(request: web.Request, name: str, default: int, largest: int) -> int:
-    """Return a query parameter that is a number from 1; raise `APIError` 400 for another."""
+    """Return a numeric query parameter of at least 1; raise `APIError` 400 for others."""
     text = request.query.get(name, str(default))
     value = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else 0
     if not 1 <= value <= largest:

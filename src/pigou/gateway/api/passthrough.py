@@ -50,7 +50,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def pages(gateway: Gateway) -> APIPages:
-    """Return all routes that are passed on."""
+    """Return the catch-all route."""
     answer = Passthrough(gateway).answer
     return APIPages([
         *(
@@ -62,7 +62,7 @@ def pages(gateway: Gateway) -> APIPages:
 
 
 class Passthrough:
-    """Passes requests on; one for each gateway."""
+    """Forwards requests to attached servers."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway, self._models, self._config = gateway, gateway.routing, gateway.config
@@ -110,7 +110,7 @@ class Passthrough:
         self, request: web.Request, run: GatewayRun, servers: list[Upstream], data: Any,
         model: GatewayModel,
     ) -> web.StreamResponse:  # fmt: skip
-        """Pass it to the server that admission and routing choose, or the next that has it."""
+        """Forward to the routed server, or to the next one that has the route."""
         plane_driver, metrics = model.plane_driver, model.metrics
         reason = FinishReason.ERROR
         left = {up.worker.id for up in servers if up.worker.role.decodes}
@@ -203,7 +203,7 @@ class Passthrough:
     # --- which server ----------------------------------------------------------------------
 
     def _model_of(self, body: Body, servers: list[Upstream], method: str) -> GatewayModel:
-        """Return the model that a request asks for; without a word, one that has the route."""
+        """Return the requested model, or one whose servers have the route."""
         holders = [model for model in self._models if any(map(model.owns, servers))]
         if holders and "model" not in body and (len(holders) == 1 or method != "POST"):
             return holders[0]
@@ -212,7 +212,7 @@ class Passthrough:
         return self._models.find(_text(body, "model"))
 
     def _owned(self, servers: list[Upstream], path: str, key: Key) -> list[Upstream]:
-        """Return the servers for a path below a stored object: the one that stores it."""
+        """Return the server that stores the object of a path."""
         parts = [*path.split("/"), "", ""]  # /rerank is one of one part
         if parts[2] in STORED_COLLECTIONS and key.tenant:
             raise APIError(
@@ -251,7 +251,7 @@ class Passthrough:
             self._owners.popitem(last=False)
 
     def _salted(self, sent: bytes, body: Body, tenure: Tenure, model: GatewayModel) -> bytes:
-        """Return what is sent with the cache salt of its tenure, as completions have it."""
+        """Return the body with its tenure's cache salt."""
         fields = BodyFields(model=_text(body, "model"), cache_salt=_text(body, "cache_salt"))
         if fields.model in model.aliases:
             fields.model, body["model"] = model.name, msgspec.Raw(msgspec.json.encode(model.name))
@@ -335,7 +335,7 @@ def _gone(request: web.Request) -> bool:
 
 
 async def _break_off(request: web.Request, out: web.StreamResponse, why: str) -> None:
-    """End an answer whose server failed: by an error event, or by cutting it."""
+    """End a failed server's answer by an error event, or by cutting it."""
     if out.content_type == "text/event-stream":
         error = error_body(f"The server failed: {why[:500]}.", "BadGatewayError", None, 502)
         await out.write(b"event: error\ndata: " + error + b"\n\n")

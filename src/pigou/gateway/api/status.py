@@ -19,7 +19,7 @@ def pages(gateway: Gateway) -> APIPages:
     """Return the pages for probes, `/usage` and `/version`."""
 
     async def health(_: web.Request) -> web.Response:
-        """Answer 200 while requests can be served; 503 while the gateway starts or drains."""
+        """Answer 200 if requests can be served, 503 during startup and drain."""
         background, models = gateway.plane_driver.background, gateway.routing
         decodes, startup = models.decodes, gateway.startup
         body: dict[str, Any] = {"status": "ok", "background": background.health()}
@@ -44,11 +44,11 @@ def pages(gateway: Gateway) -> APIPages:
         return response
 
     async def live(_: web.Request) -> web.Response:
-        """Answer 200 for as long as the process serves, also while it starts or drains."""
+        """Answer 200 while the process serves, also during startup and drain."""
         return json_response({"status": "ok"})
 
     async def usage(_: web.Request) -> web.Response:
-        """Show a key's tenant, and how many tokens that used so far."""
+        """Show a key's tenant and its tokens so far."""
         key, used = current_key(), Counter[str]()
         for model in gateway.routing:
             used.update(model.metrics.usage(key.tenant))

@@ -1,4 +1,4 @@
-"""Routes that show traces: those of this gateway, joined with what its workers know of them."""
+"""Trace pages: the gateway's spans joined with its workers'."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class _WorkerTrace(msgspec.Struct):
 
 
 def pages(gateway: Gateway) -> APIPages:
-    """Return `/traces` and `/traces/ID`: of requests that the key may see."""
+    """Return `/traces` and `/traces/ID`, for requests visible to the key."""
     tracer = gateway.tracer
 
     async def latest(request: web.Request) -> web.Response:
-        """List the requests of the last traces, newest first."""
+        """List the latest traced requests, newest first."""
         limit = number_parameter(request, "limit", _DEFAULT_LIMIT, _MAX_LIMIT)
         if tracer is None:
             return json_response({"tracing": False, "traces": []})
@@ -47,7 +47,7 @@ def pages(gateway: Gateway) -> APIPages:
         return json_response({"tracing": True, "traces": rows[:limit]})
 
     async def one(request: web.Request) -> web.Response:
-        """Show a trace, by its id or by a decision's, as JSON or (`format=text`) as text."""
+        """Show a trace by its id or a decision's, as JSON or text (`format=text`)."""
         id, form = request.match_info["id"], request.query.get("format", "json")
         if form not in ("json", "text"):
             raise bad_request(f"format is {form[:40]!r}; it must be json or text.", "format")
@@ -82,7 +82,7 @@ def pages(gateway: Gateway) -> APIPages:
 async def _worker_spans(
     models: ModelRouting, traces: Sequence[RequestTrace]
 ) -> list[dict[str, Any]]:
-    """Return what workers know of a trace; those that do not answer are left out."""
+    """Return the workers' spans of a trace; silent workers are skipped."""
     names = set[str]().union(*(trace.workers for trace in traces))
     path = f"/traces/{traces[0].context.trace_id}"
     answers = [
@@ -123,7 +123,7 @@ async def _ask(upstream: Upstream, path: str) -> list[dict[str, Any]]:
 
 
 def _below(spans: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the spans of workers that stand below these: a trace may have other tenants' too."""
+    """Return the workers' spans below these: a trace may include other tenants'."""
     known, chosen, fresh = {span["span_id"] for span in spans}, list[dict[str, Any]](), spans
     while fresh:
         fresh = [span for span in others if span["parent_id"] in known]

@@ -1,4 +1,4 @@
-"""The guard: who may come in, and how refusals and failures are told."""
+"""Guard of all routes: access, error responses, and request counts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _model_metrics: ContextVar[Metrics | None] = ContextVar("model_metrics", default
 
 
 class PageRules:
-    """Rules by path: who may ask, and the label in the metrics."""
+    """Access and metric label by path."""
 
     def __init__(self, pages: Iterable[APIPage]) -> None:
         own = [page for page in pages if page.is_own]
@@ -43,7 +43,7 @@ class PageRules:
         self._above = {page.path.partition("/{")[0] for page in own if "{" in page.path}
 
     def label(self, path: str) -> str:
-        """Return the label of a path in the metrics; there are few, whatever is asked."""
+        """Return a path's metric label, from a bounded set."""
         if path in self._labels:
             return path
         above = next((page for page in self._above if path.startswith(f"{page}/")), None)
@@ -51,12 +51,12 @@ class PageRules:
 
 
 def count_for(metrics: Metrics) -> None:
-    """Count the current request among those of a model."""
+    """Count the current request for a model."""
     _model_metrics.set(metrics)
 
 
 def guard(keys: Keys | None, metrics: Metrics, shutdown: Shutdown, rules: PageRules) -> Middleware:
-    """Return the middleware that checks keys (None for none), tells errors, and counts."""
+    """Return the middleware that checks keys (None for none), maps errors, and counts."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -142,7 +142,7 @@ def _json(status: int, body: bytes) -> web.Response:
 
 
 def error_response(error: APIError) -> web.Response:
-    """Return the response that tells a client of an error."""
+    """Return the HTTP response of an error."""
     response = _json(error.status, error.body())
     response.headers.update(error.headers)
     return response
@@ -188,7 +188,7 @@ def check_host(request: web.BaseRequest, config: GatewayConfig) -> None:
 
 
 def _authority(target: str) -> tuple[str, ...]:
-    """Return the authority of a request's target that is an absolute URI, else nothing."""
+    """Return the authority of an absolute request URI, else nothing."""
     if target.startswith("/") or "://" not in target:
         return ()
     scheme, _, rest = target.partition("://")
@@ -234,7 +234,7 @@ def host_name(host: str) -> str:
 
 
 def add_cors(config: GatewayConfig) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """Return what adds CORS headers to every response; for `on_response_prepare`."""
+    """Return the `on_response_prepare` hook that adds CORS headers."""
 
     async def add(request: web.Request, response: web.StreamResponse) -> None:
         if not config.cors_origins:
@@ -248,7 +248,7 @@ def add_cors(config: GatewayConfig) -> Callable[[web.Request, web.StreamResponse
 
 
 def _allowed(request: web.BaseRequest, config: GatewayConfig) -> str:
-    """Return the origin that is told as allowed; empty where the request's is not."""
+    """Return the allowed origin; empty if the request's is not allowed."""
     origin = request.headers.get("origin", "")
     if origin and "*" in config.cors_origins:
         return "*"

@@ -1,4 +1,4 @@
-"""API keys: kept as hashes, compared in constant time, each of a tenant."""
+"""API keys: stored as hashes, compared in constant time, one tenant each."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class KeyLoad:
 
     @contextmanager
     def accepted(self, sequences: int, tokens: int) -> Iterator[RequestQuota]:
-        """Within it, a request of `sequences` times `tokens` is under way; raise `APIError` 429."""
+        """Hold `sequences` of `tokens` each as under way (context); raise `APIError` 429."""
         self._check("queued", self.waiting, sequences)
         self._check("queued_tokens", self.tokens, sequences * tokens)
         quota = RequestQuota(self, sequences, tokens)
@@ -77,7 +77,7 @@ class KeyLoad:
         )
 
     async def _take(self) -> None:
-        """Wait until one more sequence may run, first come, first served."""
+        """Wait until another sequence may run, first come, first served."""
         max_running = self.limits.sequences
         if not max_running or (self.running < max_running and not self._turns):
             self.running += 1
@@ -94,7 +94,7 @@ class KeyLoad:
             raise
 
     def _give(self) -> None:
-        """One sequence less runs: the next one may."""
+        """Release a sequence, and wake the next."""
         self.running -= 1
         while self._turns and self.running < self.limits.sequences:
             turn = self._turns.popleft()
@@ -114,7 +114,7 @@ class RequestQuota:
         self._count(sequences)
 
     async def take(self, call: str, timeout_s: float | None) -> None:
-        """Wait until a sequence may run, unless it has run already; raise `APIError` 429."""
+        """Wait until a sequence may run, unless it already has; raise `APIError` 429."""
         if call in self._running:
             return
         try:
@@ -131,18 +131,18 @@ class RequestQuota:
         self._running.add(call)
 
     def sent(self) -> None:
-        """A sequence is at a worker: it waits no more."""
+        """Record that a sequence reached a worker."""
         if self._waiting:
             self._count(-1)
 
     def ended(self, call: str) -> None:
-        """A sequence is over."""
+        """Record the end of a sequence."""
         if call in self._running:
             self._running.discard(call)
             self._usage._give()
 
     def close(self) -> None:
-        """The request is over, with all its sequences."""
+        """Release the request and all its sequences."""
         self._count(-self._waiting)
         for call in list(self._running):
             self.ended(call)
@@ -160,7 +160,7 @@ class KeyLoads:
         self._usage: dict[bytes, KeyLoad] = {}
 
     def of(self, digest: bytes, limits: KeyLimits) -> KeyLoad:
-        """Return what a key has under way."""
+        """Return a key's load."""
         load = self._usage.get(digest)
         if load is None or load.limits != limits:
             load = self._usage[digest] = KeyLoad(limits)
@@ -170,7 +170,7 @@ class KeyLoads:
     def accepted(
         self, digest: bytes, limits: KeyLimits, sequences: int, tokens: int
     ) -> Iterator[RequestQuota | None]:
-        """Within it, a key's request is under way, by the key's limits; raise `APIError` 429."""
+        """Hold a request within its key's limits (context); raise `APIError` 429."""
         if limits == KeyLimits():
             yield None
             return
@@ -202,17 +202,17 @@ _current: ContextVar[Key] = ContextVar("key", default=NO_KEY)
 
 
 def current_key() -> Key:
-    """Return the key that the current task's request came with; `NO_KEY` without keys."""
+    """Return the current task's key; `NO_KEY` without keys."""
     return _current.get()
 
 
 def use_key(key: Key) -> None:
-    """Note the key that the current task's request came with."""
+    """Set the current task's key."""
     _current.set(key)
 
 
 def unauthorized() -> APIError:
-    """Return the error of a request without a key that is known."""
+    """Return the error for a missing or unknown key."""
     return APIError(
         401,
         "The request has no API key that this gateway knows: send one as the header "
@@ -239,7 +239,7 @@ class _KeysFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Keys:
-    """All keys that are accepted."""
+    """All accepted keys."""
 
     def __init__(self, keys: Iterable[Key]) -> None:
         self._keys = tuple(keys)

@@ -1,4 +1,4 @@
-"""The tenure of a request: its headers `X-Pigou-Tenure-...`, its key's policy, and salt."""
+"""Tenure of a request, from `X-Pigou-Tenure-...` headers, its key's policy, and salt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SECONDS = re.compile(r"[0-9]{1,10}", re.ASCII)
 
 
 class TenureDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Fields of the tenure where a request sets no other; `ttl` is in seconds."""
+    """Default tenure fields; `ttl` is in seconds."""
 
     principal: str | None = None
     release: str | None = None
@@ -43,7 +43,7 @@ class TenureDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class TenureHeaders(TenureDefaults, frozen=True, kw_only=True):
-    """The fields that a request sets itself; None for those that it leaves to its key."""
+    """Tenure fields set by a request; None leaves one to its key."""
 
     expiry: int | None = None  # Unix time in seconds
 
@@ -57,7 +57,7 @@ _FIELDS = {header(field).lower(): field for field in (*TEXTS, *SETS, *TIMES)}
 
 
 def read_tenure_headers(headers: Mapping[str, str]) -> TenureHeaders:
-    """Read a request's headers; an empty list is the empty set. Raise `APIError` 400."""
+    """Parse a request's headers, an empty list as empty set; raise `APIError` 400."""
     values: dict[str, str] = {}
     for name, value in headers.items():
         lower = name.lower()
@@ -77,13 +77,13 @@ def read_tenure_headers(headers: Mapping[str, str]) -> TenureHeaders:
 
 
 def refused(field: str, value: object, why: str, *, status: int = 400) -> APIError:
-    """Return the error for a header's value."""
+    """Return the error for a refused header value."""
     name = header(field)
     return APIError(status, f"{name} is {value!r}; {why}.", name)
 
 
 def is_value(field: str, value: str) -> bool:
-    """True if a header can say this value, or this item of a set."""
+    """True if a header can carry this value or set item."""
     whole = field in TEXTS or "," not in value
     return 1 <= len(value) <= MAX_VALUE_CHARS and value == value.strip(_SPACE) and whole
 
@@ -137,13 +137,13 @@ class TenureChoices(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class KeyPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """A key's defaults of tenure, and the values that its requests `may` set."""
+    """A key's tenure defaults, and the values that requests `may` set."""
 
     tenure: TenureDefaults = TenureDefaults()
     may: TenureChoices = TenureChoices()
 
     def check(self, where: str) -> None:
-        """Raise `ConfigError`, which begins with `where`, for what no request could have."""
+        """Raise `ConfigError`, starting with `where`, for values no request can send."""
         for field in (*TEXTS, *SETS):
             fixed, names = getattr(self.tenure, field), getattr(self.may, field)
             for value in _items(fixed):

@@ -1,1 +1,1 @@
-"""The way of a request to its worker, and of the reply to its client."""
+"""Proxy: carries a request to its worker, and the reply to its client."""
