@@ -82,12 +82,10 @@ class TorchExecutor:
         hashes: BlockHashes | None = None,
         grammar: GrammarState | None = None,
     ) -> None:
-        """Add a request before the core plans it.
+        """Add a request before it is planned; raises GrammarError or ValueError if invalid.
 
-        `seed` keys the block hashes; empty caches no blocks. `hashes` are those the core knows,
-        None for all full blocks; `grammar` is the state after the resumed tokens, None to compile
-        it. Raises GrammarError on an invalid grammar, ValueError on a duplicate id or unknown
-        token.
+        `seed` keys the block hashes (empty for none), `hashes` are those the core knows (None for
+        all full blocks), `grammar` is the state after the resumed tokens (None to compile it).
         """
         if request in self._sequences:
             raise ValueError(f"request {request!r} is here already")
@@ -172,7 +170,6 @@ class TorchExecutor:
     def _steps(
         self, plan: Plan, sequences: list[TokenSequence], on_step: OnStep | None
     ) -> tuple[int, dict[int, FinishReason], list[int]]:
-        """Run steps; return their number, finish reasons of the last one, and durations."""
         batch = self._lay_out(plan, sequences)
         sampling = [sequences[entry] for entry in batch.entries.tolist()]
         sampler = IsolatedSampler(self.sampler, sampling, self.model.ops, self._device)
@@ -283,7 +280,6 @@ class TorchExecutor:
     def _report_prompt(
         self, states: Tensor, tokens: Ints, params: SamplingParams
     ) -> list[RankedLogprobs]:
-        """Report tokens given the preceding hidden states, in parts to bound memory."""
         ids = upload(tokens.astype(np.int64), self._device)
         reports = []
         for some, part in zip(

@@ -74,7 +74,6 @@ def _on_cpu(
 
 
 def _resident(name: str) -> int:
-    """Return a line of `/proc/self/status` in bytes; 0 if missing."""
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:

@@ -54,11 +54,7 @@ def kv_room(
 
 
 def keep_memory() -> None:
-    """Make glibc keep up to half a gigabyte of freed memory; no-op without glibc.
-
-    Otherwise a long prefill returns its activations to the system after each operation, and the
-    next one waits for zeroed pages.
-    """
+    """Make glibc keep freed memory, so that prefill need not wait for zeroed pages."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, _KEPT_BYTES)

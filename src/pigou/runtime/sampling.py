@@ -238,10 +238,9 @@ def adjusts(params: SamplingParams) -> bool:
 
 
 def adjust(logits: Tensor, sequence: TokenSequence) -> None:
-    """Apply penalties, bias, `min_tokens` and grammar to logits (vocab,), in place, in this order.
+    """Apply penalties, bias, `min_tokens` and grammar, in this order, to logits (vocab,).
 
-    If the last two leave no token, end tokens are allowed. Raises GrammarError if the grammar
-    fails.
+    If the last two leave no token, end tokens are allowed. Raises GrammarError.
     """
     params = sequence.params
     if params.repetition_penalty != 1.0:
@@ -257,7 +256,7 @@ def adjust(logits: Tensor, sequence: TokenSequence) -> None:
 
 
 def _penalize_repetition(logits: Tensor, sequence: TokenSequence) -> None:
-    """Divide positive and multiply negative logits of seen tokens (arXiv 1909.05858, Eq. 2)."""
+    # Divides positive and multiplies negative logits (arXiv 1909.05858, Eq. 2).
     penalty = sequence.params.repetition_penalty
     seen = _on(logits, sequence.all_counts.ids)
     values = logits[seen]

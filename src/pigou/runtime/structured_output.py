@@ -123,10 +123,7 @@ class GrammarState:
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer; thread-safe.
-
-    `budget` bounds the CPU time that grammars add to engine steps; None for no bound.
-    """
+    """Compiles grammars for one tokenizer; thread-safe. `budget` bounds their CPU time."""
 
     def __init__(
         self,
@@ -284,11 +281,10 @@ class Debt:
 
 
 class WorkBudget:
-    """Bounds the CPU time that grammars add to engine steps.
+    """Bounds the CPU time of grammars in engine steps; an overdrawing one fails its request.
 
-    Each sequence gets `step_ns` per token plus a `burst_ns`; all together get `free_ns` per
-    sequence plus `shared_step_ns` per step, plus a `shared_burst_ns`. An overdrawing grammar fails
-    its own request.
+    Each sequence gets `step_ns` per token and a `burst_ns`; all together get `free_ns` per
+    sequence, `shared_step_ns` per step and a `shared_burst_ns`.
     """
 
     def __init__(

@@ -14,10 +14,7 @@ from pigou.request import Ints
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array to a device without synchronizing; on the CPU, share its memory.
-
-    Unpinned copies wait for the device, so arrays go through pinned memory.
-    """
+    """Copy an array to a device through pinned memory, without synchronizing; a view on CPU."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type != "cuda":
         return tensor.to(device)
@@ -33,10 +30,9 @@ def stored(tensor: Tensor) -> NDArray[Any]:
 
 
 class DeviceCopies:
-    """Reads and writes blocks on a separate stream; thread-safe.
+    """Copies blocks on a separate stream, after the work queued so far; thread-safe.
 
-    A copy runs after all work queued so far on the compute stream, and both methods return when it
-    is done. Steps may overlap a copy, but must not use its blocks.
+    Steps may overlap a copy, but must not use its blocks.
     """
 
     def __init__(self, raw: Tensor, cuda: Any = torch.cuda) -> None:

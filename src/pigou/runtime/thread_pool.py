@@ -86,10 +86,9 @@ def always_parallel() -> Iterator[None]:
 def run_parallel(
     _context: Any, start: Any, threads: Any, parts: Any, kernel: Any, arguments: Any
 ) -> Any:
-    """Run a kernel over all parts of its rows, each on the next free thread (an intrinsic).
+    """Run `kernel` over `parts` pieces of its rows on the next free threads (an intrinsic).
 
-    `start` is `openmp_entry`, not 0; `threads` the max threads; `parts` the pieces; `kernel` a
-    compiled function; `arguments` its arguments as a tuple, the range of all rows first.
+    `start` is `openmp_entry`, not 0; `arguments` is a tuple, the range of all rows first.
     """
     function = kernel.dispatcher
 
@@ -122,7 +121,6 @@ def run_parallel(
 
 
 def _write_member(context: Any, member: Any, shared: Any, work: Any, signature: Any) -> None:
-    """Generate each thread's loop: take the next part until none is left."""
     builder = ir.IRBuilder(member.append_basic_block("entry"))
     loop, body, leave = (member.append_basic_block(name) for name in ("loop", "body", "leave"))
     address = builder.bitcast(member.args[0], shared.as_pointer())

@@ -96,7 +96,6 @@ class CPUAttention(PagedAttention):
             self.watch.absorb(layer, sums, tiles, self._folds[at : at + step], self.tables)
 
     def _cut(self, batch: StepBatch) -> Ints:
-        """Cut chunks into tiles; if mass is tracked, no fold falls inside a tile."""
         if self.watch is None or not batch.chunks:
             return _tiles(batch.chunks)
         cuts = self.watch.cuts(batch)
@@ -202,10 +201,7 @@ def attention_probabilities(
     query: Floats, kv: Stored, table: Ints, head: int, entries: int, max_entries: int,
     block_size: int, scores: Floats,
 ) -> None:  # fmt: skip
-    """Compute probabilities of scaled queries (rows, head_dim) over a sequence's entries.
-
-    Rows are 1, 2, 4 or a multiple of 8; `scores` (rows, slots of the blocks) is zero-padded.
-    """
+    """Write one KV head's attention probabilities to `scores` (rows, slots), zero-padded."""
     rows, width = query.shape
     stride = scores.shape[1]
     item = kv.itemsize
@@ -291,8 +287,8 @@ def decode(
 ) -> None:  # fmt: skip
     """Normalize, rotate, store and attend for tokens of distinct sequences.
 
-    `qkv` is (>= tokens, heads + 2 kv_heads, head_dim), `out` (>= tokens, heads, head_dim). `mass`
-    is a `MassTarget`, or None (a separate specialization).
+    `qkv` is (tokens, heads + 2 kv_heads, head_dim); `mass` None skips it (a separate
+    specialization).
     """
     norms, eps, turns = rotation
     locations, tables, kv, block_size = layer
@@ -353,11 +349,10 @@ def rotate_and_store(
 def prefill(
     tasks: RowRange, qkv: Stored, tiles: Ints, layer: PagedLayer, out: Stored, sums: Any
 ) -> None:
-    """Attend for consecutive chunk tokens, after `rotate_and_store`.
+    """Attend for `tiles` of consecutive chunk tokens, after `rotate_and_store`.
 
-    `qkv` is (>= tokens, heads + 2 kv_heads, head_dim), `out` (>= tokens, heads, head_dim). `tiles`
-    (tiles, 4) holds first token, count, first slot and batch row. `sums` (tiles, heads, >= slots)
-    receives each entry's summed probabilities; None skips them (a separate specialization).
+    `tiles` (tiles, 4) holds first token, count, first slot and batch row. `sums` (tiles, heads,
+    slots) receives each entry's summed probabilities; None skips them (a separate specialization).
     """
     _, tables, kv, block_size = layer
     _, heads, width = out.shape

@@ -45,9 +45,8 @@ def make_layout(
 class KVCache:
     """KV blocks in one tensor; a block is contiguous over all layers.
 
-    `data` is (blocks, layers, 2, kv_heads, head_dim * block_size); `host`, the swap space, is
-    (host_blocks, block_bytes). Keys are stored dimension-major and values token-major, so both
-    attention products read contiguously.
+    `data` is (blocks, layers, 2, kv_heads, head_dim * block_size). Keys are dimension-major and
+    values token-major, so both attention products read contiguously.
     """
 
     def __init__(
@@ -153,7 +152,6 @@ def _bytes(size: int, device: torch.device, memory: memoryview | None) -> Tensor
 
 
 def _host(blocks: int, block_bytes: int, device: torch.device) -> Tensor:
-    """Allocate zeroed host memory, pinned for a CUDA device."""
     if device.type == "cuda" and blocks:
         return torch.zeros((blocks, block_bytes), dtype=torch.uint8, pin_memory=True)
     return torch.from_numpy(np.zeros((blocks, block_bytes), dtype=np.uint8))

@@ -44,9 +44,7 @@ class Rope:
     def angles(self, positions: int) -> Frequencies:
         """Return the angles by position, (positions, head_dim / 2).
 
-        Dynamic scaling gives position p the frequencies of length p + 1, so keys do not depend on
-        later tokens, as transformers' decoding does. LongRoPE selects by engine length, as vLLM
-        does.
+        Dynamic scaling treats position p as in length p + 1, so keys do not depend on later tokens.
         """
         at = np.arange(positions, dtype=np.float32)[:, None]
         if self.long is not None and positions > self.trained:

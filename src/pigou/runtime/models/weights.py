@@ -50,11 +50,7 @@ class WeightFiles:
 
 
 def find_weight_files(folder: Path) -> WeightFiles:
-    """Select a folder's weight files; raises ModelError if none is readable.
-
-    Precedence: `model.safetensors`, the index's shards, a complete set of shards, all other files;
-    strays are skipped.
-    """
+    """Select weight files: one file, indexed shards, complete shards, any; raises ModelError."""
     files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     usable = [path for path in files if not _is_stray(path.name)]
     _mention_strays(folder, files, usable)
@@ -165,10 +161,9 @@ def find_model(model: str | Path) -> Path:
 
 
 def digest_model(folder: Path) -> str:
-    """Return 16 hex digits identifying a model; raises ModelError on a damaged file.
+    """Hash config and each tensor's name, type, shape and first 4 KiB; 16 hex digits.
 
-    Hashes config.json and each tensor's name, type, shape and first 4 KiB: fast, and fine-tuned
-    models differ from their base even if some layers were frozen.
+    Fine-tuned models differ even if some layers were frozen. Raises ModelError on a damaged file.
     """
     digest = hashlib.blake2b(digest_size=8)
     digest.update(read_bytes(folder / "config.json"))

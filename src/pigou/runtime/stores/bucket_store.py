@@ -49,11 +49,10 @@ Request: TypeAlias = Callable[[], Awaitable[None]]
 
 
 class BucketStore:
-    """Stores each block as one object: header, then bytes.
+    """Stores each block as one object, `pigou-kv-1/LAYOUT/XX/KEY` (hex) below the url.
 
-    Objects are named `pigou-kv-1/LAYOUT/XX/KEY` (hex) below the url. Workers may share a bucket,
-    since equal keys are equal blocks; the cap counts only objects that this store put or found.
-    Failed requests are retried; a batch that exceeds the timeout fails as a whole.
+    Workers may share a bucket; the cap counts only objects that this store put or found. A batch
+    that exceeds the timeout fails as a whole.
     """
 
     def __init__(
@@ -167,7 +166,6 @@ class BucketStore:
         return count
 
     def _bury(self) -> None:
-        """Delete doomed objects; retried later if that fails."""
         with self._lock:
             self._doomed -= self._known  # stored again since
             gone = list(self._doomed)
@@ -289,7 +287,6 @@ class BucketStore:
         return [meta["path"] for meta in right[: min(self.capacity, self.location.look_up)]]
 
     def _run(self, what: str, work: Iterable[Request], patience: int = 1) -> None:
-        """Send requests concurrently, for at most `patience` timeouts."""
         if self._closed:
             raise StoreError(f"{self.location.url} was closed")
         if error := asyncio.run(self._gather(work, patience * self.location.timeout)):
@@ -320,11 +317,7 @@ def _array(raw: Any) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class BucketLocation:
-    """Location and client settings of an object storage.
-
-    Credentials come from the environment alone, as for the provider's tools (`AWS_ACCESS_KEY_ID`,
-    `AWS_SECRET_ACCESS_KEY`, instance roles).
-    """
+    """An object storage; credentials come from the environment, as for the provider's tools."""
 
     url: str  # `s3://bucket/prefix`, `gs://...`, `az://...`, `file:///directory`, `memory://`
     # S3-compatible server, as `http://127.0.0.1:9000`; empty for `AWS_ENDPOINT_URL` or Amazon's.

@@ -45,9 +45,8 @@ _MASK = (1 << _SHIFT) - 1
 class DiskStore:
     """Stores blocks in segment files; one process owns the directory.
 
-    Deleted blocks leave holes, which new blocks fill, lowest first; an empty segment is deleted. So
-    nothing is compacted, and the cap includes headers. Nothing is fsynced: every finished `put`
-    survives `kill -9`, and checksums catch blocks torn by a machine crash.
+    New blocks fill holes, lowest first, so nothing is compacted. Nothing is fsynced: finished puts
+    survive `kill -9`, and checksums catch blocks torn by a machine crash.
     """
 
     def __init__(
@@ -177,7 +176,6 @@ class DiskStore:
             raise StoreError(f"{self.path}: the disk has {free} bytes left")
 
     def _begin_again(self) -> None:
-        """Forget blocks whose files were removed externally, once nobody reads them."""
         with self._writing, self._lock:
             gone = [n for n, segment in self._folder.segments.items() if segment.removed]
             if not gone:
@@ -436,7 +434,6 @@ class SegmentFolder:
         os.close(self._lock)
 
     def _create(self, count: int) -> int | None:
-        """Create a segment with room for up to `count` blocks, or as many as fit."""
         record = HEADER_BYTES + self.block_bytes
         room = self._room(HEADER_BYTES + min(count, self.slots) * record)
         slots = min(self.slots, (room - HEADER_BYTES) // record)

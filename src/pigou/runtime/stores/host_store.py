@@ -26,10 +26,9 @@ log = logging.getLogger(__name__)
 
 
 class HostStore:
-    """Stores up to `capacity` blocks in rows of a preallocated arena.
+    """Stores up to `capacity` blocks in arena rows, and stages copies in the others.
 
-    The other rows stage copies, which are published under a key without copying, or dropped.
-    Checksums are computed during the copy and verified on read, so memory corruption is a miss.
+    Staged rows are published without copying. Checksums are verified on read.
     """
 
     def __init__(

@@ -43,9 +43,8 @@ REFUSED = "its link is busy or down"
 class KVOffloader:
     """Copies blocks between the device and stores; `kv/tiers.py` decides which.
 
-    Offload with `copy_out`, then `StagedCopy.publish` or `send`, and always `StagedCopy.drop`. The
-    core may reuse device blocks meanwhile, so it decides which copies are void. `demote` does this
-    for held blocks.
+    Offload with `copy_out`, then `StagedCopy.publish` or `send`, and always `StagedCopy.drop`;
+    `demote` does this for held blocks.
     """
 
     def __init__(

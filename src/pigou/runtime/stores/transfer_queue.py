@@ -84,11 +84,7 @@ class _State:
 
 
 class TransferQueue:
-    """Runs jobs in FIFO order; refuses jobs instead of growing.
-
-    An error fails its job; repeated errors are logged once. After `failures` in a row the link is
-    down: it refuses jobs, fails queued ones, and probes until work may be tried again.
-    """
+    """Runs jobs in FIFO order; refuses jobs when full, or while failures keep the link down."""
 
     def __init__(
         self,

@@ -61,11 +61,7 @@ class Owner(Protocol):
 
 
 class Evictor:
-    """Executes a plan's compactions and scores cache entries.
-
-    `entries` (max_seqs,) counts each row's cache entries after the last plan; `next` (max_seqs,) is
-    the position of its next token.
-    """
+    """Executes a plan's compactions and scores cache entries, by row."""
 
     def __init__(
         self, policy: TokenPolicy, config: EvictionConfig, cache: KVCache, tables: Ints, group: int
@@ -216,7 +212,6 @@ class Evictor:
             yield rank(self.config, predicted, following, first, max_entries, self.size)
 
     def _predict(self, requests: Sequence[RankRequest]) -> Iterator[PredictedReturns]:
-        """Score the rows' entries in place, or in batches of up to `AT_ONCE`."""
         if self._in_place:
             yield from (self.policy.predict(self._row(r.row, r.table)) for r in requests)
             return
@@ -227,7 +222,6 @@ class Evictor:
 
     @property
     def _in_place(self) -> bool:
-        """True if compiled kernels can score entries in place."""
         return (
             self.policy.compiled
             and isinstance(self.stats, CPUEntryStats)
@@ -335,7 +329,6 @@ class Evictor:
         self.watch.owns[row] = min(self.watch.owns[row], task.first)
 
     def _remember(self, row: int, table: Ints, ranking: Ranking, victims: Ints) -> None:
-        """Record dropped whole tokens that may be recomputed."""
         if not self.policy.recomputes:
             return
         assert ranking.returns is not None, "only whole tokens can be computed again"
@@ -380,10 +373,7 @@ class _EarlierOnly(PagedAttention):
 
 
 class TokenRecomputation:
-    """Recomputes dropped tokens at their original positions, behind a row's entries.
-
-    They attend to the present entries, so results approximate the originals if others were evicted.
-    """
+    """Recomputes dropped tokens at their original positions, from the present entries."""
 
     def __init__(self, model: Decoder, cache: KVCache, evictor: Evictor, turns: Tensor) -> None:
         self._model = model

@@ -103,11 +103,7 @@ class PredictedReturns(NamedTuple):
 
 
 class TokenPolicy:
-    """Predicts the return of cache entries; the lowest are evicted first.
-
-    Constructed as `Policy(setting, params)`. Returns are compared across requests and summed over a
-    block's entries, so all share one unit.
-    """
+    """Predicts the return of cache entries, in one unit for all requests; the lowest go first."""
 
     #: Parameter type: a frozen `msgspec.Struct` with defaults.
     Params: type[msgspec.Struct] = NoTokenPolicyParams

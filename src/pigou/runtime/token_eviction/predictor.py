@@ -33,10 +33,9 @@ RETURNS, PAPER = "returns.npz", "returns-paper.npz"
 
 
 def features(content: Tensor, masses: Tensor, age: Tensor) -> Tensor:
-    """Return the scoring features, shape (..., CONTENT + scales + 1, n).
+    """Return scoring features, (..., CONTENT + scales + 1, n); the long last axis is faster.
 
-    `content` is (..., n, CONTENT), `masses` (..., n, scales), `age` (..., n). The long axis is
-    last, which makes products and logarithms several times faster.
+    `content` is (..., n, CONTENT), `masses` (..., n, scales), `age` (..., n).
     """
     logs = torch.log(masses.mT + FLOOR)
     return torch.cat((content.mT, logs, torch.log1p(age).unsqueeze(-2)), dim=-2)
@@ -153,8 +152,7 @@ def relative(now: Tensor) -> Tensor:
 class GenericReturns:
     """One small network for all models, layers and heads; the interface of `ReturnModel`.
 
-    Features are key and value norms and attention mass, relative to the other entries. The return's
-    unit is a value norm to the power `POWER`; it ignores the output projection.
+    Features are relative to the other entries; the unit is a value norm to the power `POWER`.
     """
 
     value_in: Tensor  # shape (2 + scales + 1, hidden)
@@ -276,11 +274,7 @@ def summarize(
     kv: Stored, row: RowStats, stop: int, line: int, turns: Floats, scale: float,
     weights: NetworkWeights,
 ) -> None:  # fmt: skip
-    """Summarize new entries (`ReturnModel.birth`) before compaction moves any.
-
-    Until then a slot holds the same token in all layers and heads. `kv` is `KVCache.data`; `turns`
-    holds cosines and sines.
-    """
+    """Summarize new entries (`ReturnModel.birth`) while slots match across layers and heads."""
     numbers, ids, table, entries, _ = row
     into, bias, out = weights
     _, layers, heads, _, size = numbers.shape

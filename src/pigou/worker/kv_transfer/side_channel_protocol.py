@@ -2,17 +2,17 @@
 
 ```
 receiver                        sender
-Hello     ------------------->          where there is a fleet secret: first, once a connection
-          <-------------------  Challenge  the sender's proof of it
+Hello     ------------------->          with a fleet secret: once per connection
+          <-------------------  Challenge  the sender's proof
 Proof     ------------------->          the receiver's
 Open      ------------------->          which blocks, by which backend
-          <-------------------  Grant   what the backend needs; or Refuse
-          <-------------------  Checksums of the blocks, as soon as they are there
+          <-------------------  Grant   details for the backend; or Refuse
+          <-------------------  Checksums of the blocks, once computed
           <-------------------  Data    tcp only, repeated: a count, then that many blocks, raw
 Renew     ------------------->          shm only, while it copies
-Done      ------------------->          all is taken: release
-          <-------------------  Confirm whether the lease held until now
-Decline   ------------------->          instead of Open: release, nothing is wanted
+Done      ------------------->          all blocks received: release
+          <-------------------  Confirm if the lease was held until now
+Decline   ------------------->          instead of Open: release
           <-------------------  Confirm
 ```
 """
