@@ -35,8 +35,8 @@ class Prompt(NamedTuple):
     worker: str
     tokens: int
     keys: BlockKeys  # of its full blocks, (blocks,)
-    cached: int  # leading blocks that this worker had
-    known: int  # leading blocks that some worker had
+    cached: int  # leading blocks cached on this worker
+    known: int  # leading blocks cached on any worker
     weight: float
 
 
@@ -45,8 +45,8 @@ class Placement:
     """Result of a caching game, in seconds of prefill."""
 
     poa: float  # `cost` over `best`, at least 1; 1 where there is nothing to compute
-    cost: float  # what the prompts of the window take under the present placement
-    best: float  # what they take under the best one
+    cost: float  # seconds under the present placement
+    best: float  # seconds under the best placement
     # the part of both that no placement changes: blocks that no worker had when they came first,
     # tokens outside of full blocks, and seconds apart from tokens.
     unavoidable: float
@@ -54,8 +54,8 @@ class Placement:
     # these prompts. Over `best` it may be below 1, as placements changed meanwhile.
     met: float
     prompts: int
-    objects: int  # branches that a placement may move
-    exact: bool  # whether these are all that came again
+    objects: int  # branches in the game
+    exact: bool  # True if these are all reused branches
 
 
 @dataclass(frozen=True, slots=True)

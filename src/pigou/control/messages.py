@@ -26,19 +26,19 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 class RemoteKVFetch(msgspec.Struct, frozen=True):
     """Read of a prompt's beginning from another worker's cache."""
 
-    worker: str  # id of the one that has it
-    depth: int  # leading tokens of the prompt that are not computed then
-    tokens: int  # those of them that come over the link
+    worker: str  # id of the source
+    depth: int  # leading tokens without prefill after the fetch
+    tokens: int  # of these, tokens transferred
     seconds: float
-    saves: float  # seconds that it saves, its own taken off, over the best without it
+    saves: float  # net seconds saved over the best choice without it
 
 
 class Choice(msgspec.Struct, frozen=True):  # as `Route`, made for each request
     """Workers chosen for a request."""
 
-    decode: str  # id of the worker that streams the tokens
-    prefill: str | None = None  # id of the worker that computes the prompt; None when `decode` does
-    cost: float = 0.0  # of this choice, in the policy's own unit
+    decode: str  # id of the decode worker
+    prefill: str | None = None  # id of the prefill worker; None for local prefill
+    cost: float = 0.0  # in the policy's unit
     # tokens of the prompt that the worker which computes it holds, as far as is known.
     cached: int = 0
     # where it reads the beginning of the prompt first; unset where it does not, as in older

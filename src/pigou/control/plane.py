@@ -68,13 +68,13 @@ from pigou.request import NEVER, SECOND, Request, Worker
 class Status:
     """Current prices and parameters."""
 
-    policy: str  # name of the routing policy
-    controller: str  # name of what sets its parameters; "static" leaves them alone
+    policy: str  # routing policy
+    controller: str  # routing controller; "static" keeps parameters
     regime: Regime
-    signal: float  # that the detector compares: smoothed TTFT P99, or its own statistic
+    signal: float  # detector input: smoothed TTFT P99, or its own statistic
     temperature: float
     parameters: dict[str, float]
-    poa: PoAEstimate | None  # the Price of Anarchy of the last minute; None while it is unknown
+    poa: PoAEstimate | None  # Price of Anarchy of the last minute; None if unknown
     # how full memory is, what was evicted, and the Price of Anarchy of the placement.
     caching: CacheStatus
     workers: tuple[str, ...]  # ids, in the order of the arrays
@@ -83,8 +83,8 @@ class Status:
     # seconds of prefill that a token of KV on each worker pushes out, (workers,).
     memory: NDArray[np.float64]
     estimates: Estimates
-    output: float  # tokens that a request is expected to generate
-    unknown: str = ""  # why it is; empty where it is known
+    output: float  # expected output tokens per request
+    unknown: str = ""  # why the Price of Anarchy is unknown; empty if it is known
 
 
 def _plane_status(

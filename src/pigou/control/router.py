@@ -33,25 +33,25 @@ Costs = NDArray[np.float64]
 class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most are never read
     """A routing decision: every candidate with its cost, and the choice."""
 
-    request: str  # id of the request
-    at: int  # when, in nanoseconds
+    request: str  # request id
+    at: int  # nanoseconds
     policy: str
     temperature: float
     regime: str
     prompt: int  # tokens of the prompt
-    chosen: int  # index of the candidate that was taken
-    workers: tuple[str, ...]  # ids of the fleet's workers, which the candidates index
+    chosen: int  # index of the chosen candidate
+    workers: tuple[str, ...]  # ids, indexed by the candidates
     candidates: Candidates  # pairs of workers
-    held: NDArray[np.int64]  # tokens of the prompt that each worker holds, (workers,)
+    held: NDArray[np.int64]  # cached prompt tokens per worker, (workers,)
     costs: Costs  # in the policy's own unit, (candidates,)
-    split: CostParts | None  # parts of the costs; None where the policy has none
+    split: CostParts | None  # costs by part; None if the policy has none
     # parts of what each candidate costs its request and all others, in seconds
     # (`pigou.control.routing.toll.policy`).
     prices: CostTable
     choice: Choice
     # what each worker would have read from another's cache; None where none.
     reads: RemoteFetches | None = None
-    tenant: str = ""  # whose request it is; empty without keys
+    tenant: str = ""  # empty without keys
 
     @property
     def cached(self) -> NDArray[np.int64]:
@@ -141,7 +141,7 @@ class Router:
     def __init__(self, policy: RoutingPolicy, config: ControlConfig) -> None:
         self.policy = policy
         self.name = config.policy
-        self.temperature = config.temperature  # of the choice; 0 takes the cheapest
+        self.temperature = config.temperature  # of the softmax; 0 takes the cheapest
         self.regime = ""
         self.ledger = DecisionLedger(config.max_decisions)
         self._softmax = config.softmax

@@ -37,29 +37,29 @@ class RoutedRequest(msgspec.Struct, eq=False):
     """Load and progress of a routed request; times in nanoseconds."""
 
     request: Request
-    decode: str | None  # worker that is charged with the stream; None once that worker is gone
-    prefill: str | None  # worker that is charged with the prompt; None once it is computed
-    prefill_worker: str  # the other worker that the prompt was sent to; "" where there is none
-    uncached: int  # tokens of the prompt that its worker had to compute
-    routed_at: int  # when it was sent off
-    slots: StreamSlots  # where its tokens are counted, at index `slot`; -1 once it is over
+    decode: str | None  # worker charged with the stream; None once it is gone
+    prefill: str | None  # worker charged with the prompt; None once it is computed
+    prefill_worker: str  # remote prefill worker; "" for local prefill
+    uncached: int  # prompt tokens to compute
+    routed_at: int  # time of routing
+    slots: StreamSlots  # its tokens are at index `slot`, -1 after its end
     slot: int = -1
-    final_tokens: int = 0  # its tokens then
-    prefill_done_at: int = 0  # when its remote prefill ended; 0 before, and for a local one
+    final_tokens: int = 0  # its tokens at the end
+    prefill_done_at: int = 0  # end of remote prefill; 0 before, and for local prefill
     # whether its worker had no prompt to compute when the transfer began.
     transfer_alone: bool = False
-    first_token_at: int = 0  # when its first token came; 0 before, and where tokens are not seen
-    decoding: bool = False  # whether it counts among the streams whose prompt is computed
-    inflight: int = 1  # requests of the fleet when it was sent off, itself counted
-    prompts_ahead: int = 0  # prompts that its prompt was sent to join
+    first_token_at: int = 0  # first token; 0 before, or if tokens are not seen
+    decoding: bool = False  # True if it counts as a decoding stream
+    inflight: int = 1  # fleet's requests at routing, itself included
+    prompts_ahead: int = 0  # prompts pending at its worker at routing
     setting: int = 0
-    background: bool = False  # whether its prompt is overtaken where it is computed
+    background: bool = False  # True if other prompts overtake its prompt
     pairs: int = 0
     # where the beginning of its prompt is read; None where nowhere.
     read: RemoteKVFetch | None = None
-    cached: int = 0  # tokens of the prompt that its worker had itself
+    cached: int = 0  # prompt tokens cached on its worker
     given_up: bool = False
-    claimed_at: int = 0  # when a worker pulled its prompt; 0 where none did
+    claimed_at: int = 0  # time of the pull; 0 for none
 
     @property
     def remote(self) -> bool:
@@ -124,11 +124,7 @@ class StreamSlots:
         self, slots: Counts, counts: Counts, decode_tokens: Counts, over_expected: Counts,
         flow_tokens: Counts,
     ) -> int:  # fmt: skip
-        """Count output tokens, `counts` of the requests in these slots, (n,) each.
-
-        Adds to the arrays by worker: stream tokens, unexpected tokens, tokens after the first.
-        Returns the growth of `over_expected`.
-        """
+        """Count output tokens of slots, (n,), in the arrays by worker; return unexpected ones."""
         return _add_tokens(
             slots, counts, self.row, self.prompt, self.tokens, self.expected, self.streaming,
             decode_tokens, over_expected, flow_tokens,
@@ -294,12 +290,12 @@ class FleetState:
         self._versions: dict[str, int] = {"": 0}
         self.block_sizes: frozenset[int] = frozenset()
         self.limited = self.sized = self.has_fetch_sources = False
-        self.draining: set[str] = set()  # ids of those that get nothing more
-        self.reported: dict[str, int] = {}  # when each worker reported last, nanoseconds
+        self.draining: set[str] = set()  # ids
+        self.reported: dict[str, int] = {}  # time of each worker's last report, nanoseconds
         self.background = self.over_expected_tokens = 0
-        self.row: dict[str, int] = {}  # of a worker by its id; rows change when a worker goes
-        self.requests: dict[str, RoutedRequest] = {}  # the routed ones, by id
-        self.oldest_arrival = NEVER  # no request without a token arrived before it
+        self.row: dict[str, int] = {}  # by worker id; rows change when a worker leaves
+        self.requests: dict[str, RoutedRequest] = {}  # routed requests by id
+        self.oldest_arrival = NEVER  # lower bound on arrivals of requests without a token
         self.slots: StreamSlots = StreamSlots()
         self.backlog = PrefillBacklog()
         #: what other gateways have on the workers; the columns have it too

@@ -139,11 +139,7 @@ def hand_over(state: FleetState, draining: str) -> list[Recall]:
 
 
 class ReturningWorkers:
-    """Workers expected back, and the shares reserved for them.
-
-    Limits each worker to its share for a bounded time, so the first to return does not get the
-    whole queue.
-    """
+    """Workers expected back, and the shares reserved for them for a bounded time."""
 
     def __init__(self, queue_timeout: int) -> None:
         self._latest = queue_timeout - min(MARGIN, queue_timeout // 4)

@@ -72,12 +72,12 @@ class Estimates:
     # between the hosts of the workers; None where they are not known.
     links: LinkTable | None = None
 
-    prefill_base = _row(PREFILL_BASE)  # of a prompt apart from its tokens
-    prefill_token = _row(PREFILL_TOKEN)  # of each uncached token of a prompt
-    transfer_base = _row(TRANSFER_BASE)  # from remote prefill's end to first token, tokens apart
-    transfer_token = _row(TRANSFER_TOKEN)  # of each transferred token
-    arrivals = _row(ARRIVALS)  # prompts a second that are sent here to be computed
-    busy = _row(BUSY)  # share of its time that it computes prompts, 0 to under 1
+    prefill_base = _row(PREFILL_BASE)  # per prompt
+    prefill_token = _row(PREFILL_TOKEN)  # per uncached token
+    transfer_base = _row(TRANSFER_BASE)  # per transfer, from remote prefill's end to first token
+    transfer_token = _row(TRANSFER_TOKEN)  # per transferred token
+    arrivals = _row(ARRIVALS)  # prompts per second to compute
+    busy = _row(BUSY)  # share of time spent on prefill, 0 to under 1
     # The law of its ITL (`LatencyLaw`), streams holding as much as most; a missing pole is far.
     a = _row(ITL_A)
     b = _row(ITL_B)
@@ -85,18 +85,18 @@ class Estimates:
     n_sat = _row(ITL_N_SAT)
     beta = _row(ITL_BETA)
     floor = _row(ITL_FLOOR)
-    interference_base = _row(INTERFERENCE_BASE)  # that a prompt takes from streams, tokens apart
-    interference_token = _row(INTERFERENCE_TOKEN)  # that each uncached token takes from streams
-    mean_prefill = _row(MEAN_PREFILL)  # of a prompt of mean length alone
+    interference_base = _row(INTERFERENCE_BASE)  # taken from streams per prompt
+    interference_token = _row(INTERFERENCE_TOKEN)  # taken from streams per uncached token
+    mean_prefill = _row(MEAN_PREFILL)  # of a mean prompt alone
     arrival_cv2 = _row(ARRIVAL_CV2)  # variance of the fleet's gaps over squared mean
-    prefill_cv2 = _row(PREFILL_CV2)  # the same of the seconds of its prompts
-    prefill_pair = _row(PREFILL_PAIR)  # of each pair of a token and one before it (`pairs`)
-    prefill_per_token = _row(PREFILL_PER_TOKEN)  # of an uncached token in the mean, with pairs
-    fetch_base = _row(FETCH_BASE)  # of a fetch from another's cache, tokens apart; fleet-wide
-    fetch_token = _row(FETCH_TOKEN)  # of each fetched token, likewise
-    fleet_arrivals = _row(FLEET_ARRIVALS)  # prompts a second that come to the whole fleet
-    context_token = _row(CONTEXT_TOKEN)  # that each token held by streams adds to a step
-    mean_context = _row(MEAN_CONTEXT)  # tokens that a stream holds in the mean
+    prefill_cv2 = _row(PREFILL_CV2)  # variance of its prompts' seconds over squared mean
+    prefill_pair = _row(PREFILL_PAIR)  # per attention pair (`pairs`)
+    prefill_per_token = _row(PREFILL_PER_TOKEN)  # mean per uncached token, with pairs
+    fetch_base = _row(FETCH_BASE)  # per remote KV fetch; fleet-wide
+    fetch_token = _row(FETCH_TOKEN)  # per fetched token; fleet-wide
+    fleet_arrivals = _row(FLEET_ARRIVALS)  # prompts per second of the fleet
+    context_token = _row(CONTEXT_TOKEN)  # added to a step per token in the streams' contexts
+    mean_context = _row(MEAN_CONTEXT)  # mean tokens per stream
 
     @classmethod
     def prior(cls, workers: int, law: LatencyLaw = PRIOR_LAW) -> Self:

@@ -33,13 +33,13 @@ class ThroughputSample:
     """Throughput of one worker over some time."""
 
     row: int
-    streams: float  # that ran on it, a mean over the time in which any had tokens
-    context: float  # tokens that they held, prompts and outputs; likewise
-    itl: float  # seconds between two tokens of one stream
+    streams: float  # mean number of streams while any decoded
+    context: float  # mean tokens of these streams, prompts and outputs
+    itl: float  # seconds between tokens
     steps: float = 1.0
     prompts: float = 0.0
-    prompt_tokens: float = 0.0  # of those that were uncached, pairs counted as tokens
-    mixed_s: float = 0.0  # seconds of it that belong to a prompt that has not ended
+    prompt_tokens: float = 0.0  # uncached tokens of prompts, pairs included
+    mixed_s: float = 0.0  # seconds of prompts not ended yet
 
 
 @dataclass(slots=True)

@@ -84,7 +84,7 @@ class StreamAllowance:
     """
 
     def __init__(self) -> None:
-        self.limit = math.inf  # streams that this gateway may have; fractions hold in the mean
+        self.limit = math.inf  # streams of this gateway; fractional in the mean
         self._updated_at = self._wait_ns = 0
         self._lacked_at = -SECOND
         self._starts = 0
@@ -113,11 +113,7 @@ class StreamAllowance:
         others: Sequence[TenantService], weights: Mapping[str, float] = _NO_WEIGHTS,
         charges: TokenCharges | None = None,
     ) -> None:  # fmt: skip
-        """Update the limit from the service of this and other gateways.
-
-        `places` is the maximum of streams. Missing weights count 1; `charges` is None if the order
-        does not share between tenants.
-        """
+        """Update the limit from the service of all gateways; `places` is the maximum of streams."""
         elapsed_s, self._updated_at = (now - self._updated_at) / SECOND, now
         self._wait_ns = _UPDATE_NS * (1 + (len(own) + len(others)) // _ROWS)
         demands: dict[str, TenantDemand] = {}

@@ -29,7 +29,7 @@ class WorkerBookings(msgspec.Struct, frozen=True, omit_defaults=True):
     pending_prefill_tokens: int = 0
     decoding: int = 0
     expected_tokens: int = 0
-    sent_prompts: int = 0  # prompts that it ever sent there to be computed; only grows
+    sent_prompts: int = 0  # total of prompts sent there; only grows
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -67,10 +67,10 @@ class TenantService(msgspec.Struct, frozen=True, omit_defaults=True):
     """A gateway's service for a tenant."""
 
     tenant: str
-    prompt_tokens: int = 0  # uncached ones that it ever sent to workers; only grows (a G-counter)
+    prompt_tokens: int = 0  # total of uncached tokens sent to workers; only grows (a G-counter)
     output_tokens: int = 0
-    streams: int = 0  # sequences that workers have now
-    waiting: int = 0  # requests that wait for a worker now
+    streams: int = 0  # sequences on workers
+    waiting: int = 0  # queued requests
 
 
 class PredictedPrompt(msgspec.Struct, frozen=True, eq=False):
@@ -200,15 +200,15 @@ class PeerState(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind
     """A gateway's changes since its last message, or its whole state (`snapshot`)."""
 
     gateway: str
-    seq: int  # number of the message, from 1; a snapshot has that of the last one before
+    seq: int  # message number from 1; a snapshot repeats the last one
     # what it has on workers; in a snapshot, those that are left out have nothing.
     workers: tuple[WorkerBookings, ...] = ()
     tenants: tuple[TenantService, ...] = ()  # what it did for tenants, and has of them
     prompts: tuple[PredictedPrompt, ...] = ()
     # last message of each other gateway, by name, and nanoseconds since that came.
     heard: dict[str, tuple[int, int]] = {}
-    snapshot: bool = False  # whether it has all of its state
-    leaves: bool = False  # whether it is the last
+    snapshot: bool = False  # True if it has the whole state
+    leaves: bool = False  # True for the last message
 
 
 class ResendRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="ask"):

@@ -23,11 +23,11 @@ from pigou.control.peers.bookings import (
 from pigou.control.plane import ControlPlane
 from pigou.request import SECOND
 
-#: Messages that can be asked for again; beyond them comes a snapshot.
+#: Messages kept for resending; beyond them a snapshot is sent.
 BUFFERED = 256
 #: Predicted prompts of a snapshot.
 _PROMPTS = 256
-#: A message goes out at least so often: silence means that a gateway is gone.
+#: Maximum interval of messages: silence means that a gateway is gone.
 HEARTBEAT_NS = SECOND
 
 
@@ -128,7 +128,7 @@ def own_bookings(plane: ControlPlane) -> Counts:
     return matrix
 
 
-#: A gateway that was silent for so long is taken for gone.
+#: Silence after which a gateway counts as gone.
 LEASE_NS = 5 * SECOND
 #: Nanoseconds after which missing messages are asked for again.
 _RETRY_NS = SECOND // 2
@@ -142,18 +142,18 @@ MAX_PEERS = 64
 class PeerFeed:
     """State of another gateway."""
 
-    met_at: int  # when its first message came, in nanoseconds
-    seen_at: int  # when its last one came
-    seq: int = 0  # all messages up to this number are known
-    ahead: set[int] = field(default_factory=set)  # numbers of later ones that are
-    newest: int = 0  # number of the last message that came
-    newest_at: int = 0  # when that came
-    lag_ns: int = 0  # that messages take: half of the time there and back
+    met_at: int  # time of the first message, nanoseconds
+    seen_at: int  # time of the last message
+    seq: int = 0  # last message without a gap before it
+    ahead: set[int] = field(default_factory=set)  # later messages received
+    newest: int = 0  # highest message number
+    newest_at: int = 0  # time of that message
+    lag_ns: int = 0  # one-way delay: half of the round trip
     # what it has on each worker, with the number of the message that said so.
     workers: dict[str, tuple[int, WorkerBookings]] = field(default_factory=dict)
     # what it did for each tenant, likewise.
     tenants: dict[str, tuple[int, TenantService]] = field(default_factory=dict)
-    asked_at: int = 0  # when missing messages were asked for last; 0 where none are missing
+    asked_at: int = 0  # time of the last resend request; 0 without a gap
 
 
 class PeerReceiver:

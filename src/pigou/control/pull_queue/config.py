@@ -26,24 +26,24 @@ class PullQueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     # a claim ends once it has so many tokens to compute: the smallest batch that saturates a
     # worker. 1 takes one prompt at a time, as Dynamo's first design.
     batch_tokens: int = 512
-    batch_wait_ms: float = 2.0  # a worker that could not fill its batch waits so long for more
-    max_bypass: int = 8  # times that others go before a prompt; then it goes next
+    batch_wait_ms: float = 2.0  # wait of a worker to fill its batch
+    max_bypass: int = 8  # times that a prompt can be overtaken
     # age of a prompt in seconds at which nobody goes before it any more, and no worker leaves it to
     # another one.
     max_bypass_s: float = 2.0
-    window: int = 16  # prompts at the head of the queue that are priced
-    toll: float = 1.0  # weight of what a claim costs those who come later
+    window: int = 16  # prompts priced at the head of the queue
+    toll: float = 1.0  # weight of a claim's cost to later prompts
     # weight of T^2 / (2 M) beside a prompt's time T to its end, M the mean of T.
     urgency: float = 2.0
     # a claim that is neither acked nor extended for so long is delivered again.
     lease_s: float = 30.0
-    max_deliveries: int = 3  # deliveries after which a prompt is a dead letter
-    duplicate_window_s: float = 120.0  # the same prompt is not taken twice in this time
+    max_deliveries: int = 3  # beyond these a prompt is a dead letter
+    duplicate_window_s: float = 120.0  # deduplication window
     # what keeps a prompt at its decode worker: the price of the routing policy's local candidate
     # beside the queue's wait, or the thresholds of Dynamo's first disaggregated router
     # (ai-dynamo/dynamo PRs 183 and 303), which follow.
     local: LocalPrefill = "price"
-    max_prefill_queue_size: int = 2  # prompts in the queue from which on they stay
+    max_prefill_queue_size: int = 2  # queue length from which prompts stay local
     # tokens of a prompt, those left out that its decode worker has cached, up to which it stays.
     max_local_prefill_length: int = 1000
 

@@ -29,9 +29,9 @@ class PrefillItem(msgspec.Struct, frozen=True):
     request: str  # its id
     tokens: int
     arrival_ns: int  # when the request arrived; waits and the order are counted from it
-    incarnation: int = 0  # rises when the same request is queued again; an older one has no effect
-    deadline_ns: int = NEVER  # when it is answered with an error if nobody has claimed it
-    priority: int = 0  # a lower one goes first
+    incarnation: int = 0  # rises when the request is queued again; older ones are ignored
+    deadline_ns: int = NEVER  # answered with an error if unclaimed by then
+    priority: int = 0  # lower goes first
 
 
 class PrefillClaim(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ class PrefillClaim(msgspec.Struct, frozen=True):
     item: PrefillItem
     worker: str
     delivery: int  # 1 for the first time
-    lease_end_ns: int  # when it is delivered again, unless it is extended before
+    lease_end_ns: int  # redelivery, unless extended
 
 
 class PrefillExpired(msgspec.Struct, frozen=True):
@@ -68,10 +68,10 @@ class QueueCounts(msgspec.Struct):
     queued: int = 0
     claimed: int = 0
     acked: int = 0
-    redelivered: int = 0  # claims that ended without an ack
-    bypasses: int = 0  # times that a later prompt went first
-    left: int = 0  # times that a worker left the queue to another one
-    duplicates: int = 0  # prompts, and acks, that had no effect
+    redelivered: int = 0  # claims ended without an ack
+    bypasses: int = 0  # prompts overtaken by a later one
+    left: int = 0  # claims declined in favour of another worker
+    duplicates: int = 0  # ignored prompts and acks
     expired: int = 0
     dead: int = 0
     cancelled: int = 0
@@ -87,8 +87,8 @@ class _Entry(msgspec.Struct, eq=False):
     passed_over: int = 0
     not_before_ns: int = 0
     claim: PrefillClaim | None = None
-    given_ns: int = 0  # when it was claimed
-    end_ns: int = 0  # when its worker is expected to have computed it
+    given_ns: int = 0  # time of the claim
+    end_ns: int = 0  # expected end of its prefill
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -122,10 +122,10 @@ class PrefillQueue:
         self._entries: dict[str, _Entry] = {}  # by request, those that wait and the claimed ones
         self._claims: dict[str, list[_Entry]] = {}  # by worker, in the order of the claims
         self._dated = False  # whether any prompt ever had a deadline
-        self._known: dict[str, tuple[int, int]] = {}  # incarnation, and when it was last touched
+        self._known: dict[str, tuple[int, int]] = {}  # incarnation, and time of the last use
         self._number = 0
         self._mean_s = 0.0  # from arrival to ack
-        self._gap_s = self._last_ns = 0.0  # between two prompts, and when the last one came
+        self._gap_s = self._last_ns = 0.0  # mean gap of prompts, and time of the last
 
     def __len__(self) -> int:
         return len(self._waiting)

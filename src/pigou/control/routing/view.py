@@ -26,38 +26,38 @@ _SCALARS = ("fetches", "backlog", "now")
 class RemoteFetches(msgspec.Struct, eq=False):
     """What each worker would fetch to compute the prompt, (workers,)."""
 
-    source: Counts  # row of the worker that it fetches from; -1 where it does better without
-    ready: Counts  # leading tokens that it would not compute: fetched, or its own in any tier
-    host: Counts  # blocks of its own that it would bring back from host memory
-    storage: Counts  # the same from disk and object storage
-    seconds: Shares  # that fetching takes, 0 where it does not
-    saves: Shares  # seconds that fetching saves, its own taken off; 0 where it does not
+    source: Counts  # row of the worker to fetch from; -1 for no fetch
+    ready: Counts  # leading tokens without prefill: fetched, or cached in any tier
+    host: Counts  # own blocks to load from host memory
+    storage: Counts  # own blocks to load from disk and object storage
+    seconds: Shares  # duration of the fetch, 0 for none
+    saves: Shares  # net seconds saved by the fetch, 0 for none
 
 
 class FleetView(msgspec.Struct, eq=False):
     """Load of each worker, shape (workers,); read-only, valid for one decision."""
 
     ids: tuple[str, ...]  # names of the workers, in order
-    prefills: Flags  # whether prompts may be sent here for another worker to decode
-    decodes: Flags  # whether streams may run here
-    prefill_requests: Counts  # prompts that are to be computed, or are being computed
-    prefill_tokens: Counts  # their tokens that are not cached there
-    prefill_pairs: Counts  # pairs of those with the tokens before them
-    decode_requests: Counts  # streams that run, or are about to
-    decode_tokens: Counts  # their tokens, prompt and output
-    served: Counts  # requests that were ever sent here to decode
-    running: Shares  # requests that the worker says it runs
-    waiting: Shares  # requests that the worker says wait there
-    kv_usage: Shares  # share of its KV blocks in use, 0 to 1, as the worker says
-    overlap: Counts  # leading blocks of this request's prompt that the worker holds, in any tier
-    device: Counts  # those of them that are in device memory
-    host: Counts  # those that are only in host memory, or below
-    storage: Counts  # those that are only on disk, or in an object store
-    recomputed_share: Shares  # blocks evicted there and computed again, for each that is stored
+    prefills: Flags  # True if it does remote prefill
+    decodes: Flags  # True if it decodes
+    prefill_requests: Counts  # prompts pending or under prefill
+    prefill_tokens: Counts  # uncached tokens of these
+    prefill_pairs: Counts  # attention pairs of these tokens
+    decode_requests: Counts  # streams running or about to
+    decode_tokens: Counts  # tokens of these, prompt and output
+    served: Counts  # total of requests sent to decode
+    running: Shares  # requests running, as reported
+    waiting: Shares  # requests waiting, as reported
+    kv_usage: Shares  # share of KV blocks in use, 0 to 1, as reported
+    overlap: Counts  # leading blocks of the prompt cached in any tier
+    device: Counts  # of these, on the device
+    host: Counts  # of these, in host memory at best
+    storage: Counts  # of these, on disk or in an object store at best
+    recomputed_share: Shares  # evicted and recomputed blocks per stored block
     block_size: Counts  # tokens in a block
-    blocks: Counts  # KV blocks that it has, 0 when unknown
-    estimates: Estimates  # what was learned of each worker's speed
-    output: float  # tokens that this request is expected to generate
+    blocks: Counts  # device KV blocks, 0 if unknown
+    estimates: Estimates  # learned speeds
+    output: float  # expected output tokens
     # number of its cache's layout; workers of one may fetch from each other, 0 from none.
     layout: Counts = _NOTHING
     # number of its deployment's version; KV moves between workers of one alone.
@@ -146,8 +146,8 @@ def cached_tokens(
 class Candidates:
     """Pairs to choose from, (candidates,) each; shared by many decisions."""
 
-    prefill: Ints  # index of the worker that computes the prompt; -1 where `decode` does
-    decode: Ints  # index of the worker that streams
+    prefill: Ints  # row of the prefill worker; -1 for local prefill
+    decode: Ints  # row of the decode worker
 
     def __len__(self) -> int:
         return int(self.decode.size)
