@@ -155,7 +155,6 @@ def family_named(name: str) -> str:
 def _quantisation(
     config: HfConfig, family: Family, source: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the quantisation, completed by the family's own keys."""
     keys = quantisation_of(source)
     experts = config.get("expert_dtype")
     if keys and experts and not keys.get("quantized_layers"):
@@ -339,7 +338,6 @@ def architecture(model: str) -> Architecture:
 
 
 def _candidates(model: str) -> list[tuple[str, tuple[str, ...]]]:
-    """Return presets that prefix a name, longest first, with the remaining parts."""
     name = model.rsplit("/", 1)[-1].lower()
     matches = []
     for start in ("", *_PREFIXES):
@@ -355,7 +353,6 @@ def _candidates(model: str) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _after(name: str, start: str) -> str | None:
-    """Return what follows `start` in a name, ignoring punctuation; None if it does not match."""
     matched = 0
     for index, character in enumerate(name):
         if matched == len(start):
@@ -397,7 +394,6 @@ def _preset(key: str, parts: tuple[str, ...]) -> Architecture:
 
 
 def _from_hub(model: str) -> Path | None:
-    """Return the folder of a hub model's config, from cache or hub."""
     import socket
     from urllib.parse import urlsplit
 

@@ -35,11 +35,7 @@ _SCALED_ALREADY = {"default", "llama3", "longrope"}
 
 
 def scaled_context(source: Mapping[str, Any]) -> int:
-    """Return the scaled context length as vLLM computes it; raises ModelError if invalid.
-
-    YaRN multiplies `original_max_position_embeddings`; linear and dynamic scaling multiply
-    `max_position_embeddings`, which for other types is already scaled.
-    """
+    """Return the scaled context length as vLLM computes it; raises ModelError if invalid."""
     given, kind = rope_parameters(source)
     if kind in _SCALED_ALREADY:
         return stated_positions(source)

@@ -39,7 +39,11 @@ class StepOutput:
 
 
 def is_contained(error: BaseException) -> bool:
-    """True unless an error breaks the process, as CUDA errors do; Rust panics do not."""
+    """True unless an error affects the process as a whole.
+
+    Panics of Rust libraries are not `Exception`, yet concern one call; a CUDA error breaks the
+    whole context.
+    """
     if type(error).__name__ == "PanicException":
         return True
     return isinstance(error, Exception) and not is_device_error(error)

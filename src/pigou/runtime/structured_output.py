@@ -210,7 +210,6 @@ def read_grammars(folder: Path, vocab: int, end_tokens: frozenset[int]) -> Gramm
 
 
 def _weight(grammar: Grammar) -> int:
-    """Estimate the bytes of a compiled grammar and the lexer states its use adds."""
     return 2**16 + 64 * len(grammar.source)
 
 

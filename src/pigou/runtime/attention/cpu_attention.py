@@ -115,7 +115,6 @@ def _padded(group: int) -> int:
 
 
 def _tiles(chunks: list[PromptChunk], cuts: Ints | None = None) -> Ints:
-    """Cut chunks into `prefill` tiles, also before the step's tokens `cuts`."""
     tiles = []
     for chunk in chunks:
         stop = chunk.first + chunk.count

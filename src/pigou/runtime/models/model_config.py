@@ -112,7 +112,6 @@ def _epsilon(source: Mapping[str, Any]) -> float:
 
 
 def _context(config: HfConfig, family: Family) -> int:
-    """Return the maximum sequence length, bounded by the sliding window of any layer."""
     config.size("max_position_embeddings")
     layers = config.size("num_hidden_layers")
     windows = {window_of(config, family, index, layers) for index in range(layers)}

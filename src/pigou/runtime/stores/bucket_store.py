@@ -263,7 +263,6 @@ class BucketStore:
         return len(stored)
 
     async def _remove(self, paths: list[str]) -> None:
-        """Delete objects in bulk, or one by one where bulk deletion is refused."""
         try:
             await obstore.delete_async(self._client, paths)
         except FileNotFoundError:

@@ -246,7 +246,6 @@ class DiskStore:
 
     @contextmanager
     def _pinned(self, keys: BlockHashes) -> Iterator[Addresses]:
-        """Pin the addresses of keys; -1 where missing."""
         with self._lock:
             self._check_open()
             self._reading += 1
@@ -446,7 +445,6 @@ class SegmentFolder:
         return number
 
     def _room(self, wanted: int) -> int:
-        """Return the bytes left under the cap, after dropping foreign files if needed."""
         while self._foreign and self.cap - self.bytes < wanted:
             foreign = min(self._foreign, key=lambda f: f.age)
             foreign.path.unlink(missing_ok=True)

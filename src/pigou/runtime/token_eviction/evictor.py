@@ -181,7 +181,6 @@ class Evictor:
     # --- rows -------------------------------------------------------------------------------
 
     def _start(self, started: Started, owner: Owner, plan: Plan) -> None:
-        """Start a row; its own entries begin after the shared blocks."""
         row, swapped = started.row, plan.swap_in[:, TARGET]
         own = self._loading.pop(started.request, started.computed)
         back = np.isin(self.tables[row, : -(-started.computed // self.size)], swapped)

@@ -153,10 +153,9 @@ class PaperParams(LossyParams, frozen=True, forbid_unknown_fields=True):
 
 
 class PaperLossy(TokenPolicy):
-    """Token-PD's predictor on whole tokens, without recomputation.
+    """Token-PD's predictor on whole tokens: R - lambda sigma^2 (seed token-pd, Eq. 4).
 
-    Scores R - lambda sigma^2 (seed token-pd, Eq. 4), predicted from the next-token logits of the
-    step that stores a token.
+    Predicts from the next-token logits of the step that stores a token; never recomputes.
     """
 
     Params = LossyParams
@@ -233,7 +232,6 @@ def _stats(row: RowEntries) -> kernels.RowStats:
 
 
 def _weights(into: Tensor, bias: Tensor, out: Tensor) -> kernels.NetworkWeights:
-    """Transpose a network's weights; pad hidden units to a multiple of `kernels.UNITS`."""
     more = -into.shape[2] % kernels.UNITS
     wide = [np.pad(part.numpy(), ((0, 0), (0, 0), (0, more))) for part in (into, bias)]
     tall = np.pad(out.numpy(), ((0, 0), (0, more), (0, 0)))

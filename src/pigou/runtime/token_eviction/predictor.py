@@ -95,10 +95,10 @@ class ReturnModel:
 
 @dataclass(frozen=True, slots=True)
 class PaperModel:
-    """Token-PD's predictor: one hidden layer of 256 units on the next-token logits.
+    """Token-PD's predictor, one hidden layer of 256 units (seed token-pd, sections 4 and 5).
 
-    R is the share of future queries' attention on the token, the mean over layers and heads (seed
-    token-pd, sections 4 and 5). The paper leaves the variance open; here it is a second output.
+    R is the share of future queries' attention on the token, the mean over layers and heads. The
+    paper leaves the variance open; here it is a second output.
     """
 
     into: Tensor  # shape (vocab, 256)
