@@ -80,7 +80,7 @@ class DeclaredModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The Ray cluster that workers run on."""
+    """Ray cluster of a fleet."""
 
     address: str = "auto"  # of its head, or `auto`
     # how near to each other the workers must be; None for the cheapest nodes.
@@ -95,7 +95,7 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def units(self) -> int:
-        """What a worker takes of the resource that nodes are filled by."""
+        """A worker's demand for the resource that nodes are packed by."""
         return self.gpus or self.cpus
 
 
@@ -359,7 +359,7 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def model_counts(self) -> Mapping[str, tuple[int, int, int]]:
-        """The same for each model, by name; that of the only one is empty."""
+        """Worker counts by model name ("" in a fleet of one model)."""
         if self.model_pool:
             return {pool.name: pool.counts for pool in self.model_pool}
         prefill, decode = self.prefill, self.decode
@@ -396,7 +396,7 @@ _ATTACH_OPTIONS = ("role", "events", "replay", "topic", "key", "pin", *Location.
 
 
 class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """A server that somebody else runs."""
+    """A running server to attach."""
 
     id: str  # name in the fleet
     url: str  # base address, without a trailing slash
@@ -435,4 +435,4 @@ class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetError(RuntimeError):
-    """The fleet cannot be what was asked for; the message says why."""
+    """The fleet cannot do what was asked; the message says why."""

@@ -68,7 +68,7 @@ class _LiveRates:
         self.model_of: Callable[[str], Architecture | None] = lambda _: None
 
     def __call__(self, worker: Worker) -> WorkerRate:
-        """Return what a worker costs; where no GPU is named for its role, what any other does."""
+        """Return a worker's rate; without a GPU for its role, that of any other."""
         gpu, count = self._gpus.get(worker.role) or next(iter(self._gpus.values()))
         return gpu_rate(self._prices, gpu, count, self._model or self.model_of(worker.id))
 

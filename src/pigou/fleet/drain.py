@@ -37,7 +37,7 @@ class Drain:
         self._over_s = time.monotonic() + limit_s
 
     def limit(self, limit_s: float) -> None:
-        """Give its requests so many seconds from now."""
+        """Set the seconds left for its requests."""
         self._limit_s = limit_s
         self._over_s = time.monotonic() + limit_s
 
@@ -71,7 +71,7 @@ class Drain:
         return state.is_drained(self._worker) and not upstream.inflight
 
     async def _holds(self, upstream: Upstream) -> bool:
-        """Whether it holds blocks that others are to pull, as far as it says."""
+        """Whether it reports blocks held for other workers."""
         if not self.stops:
             return False
         try:

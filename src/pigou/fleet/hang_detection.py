@@ -18,7 +18,7 @@ PATIENCE = 5.0
 
 @dataclass(frozen=True, slots=True)
 class EngineProgress:
-    """What a worker reports of its engine."""
+    """Progress report of an engine."""
 
     busy: bool
     mark: Hashable  # changes whenever the engine makes progress
@@ -54,7 +54,7 @@ def read_health(body: bytes) -> Health:
 
 
 def read_heartbeat(heartbeat: Any) -> EngineProgress | None:
-    """Return the progress in a heartbeat that was decoded from JSON; None where it has none."""
+    """Return a decoded heartbeat's progress, or None."""
     try:
         return _engine_progress(msgspec.convert(heartbeat, _EngineBody))
     except msgspec.ValidationError:
@@ -80,13 +80,13 @@ class HangDetector:
         self.silent_looks = 0  # in a row
 
     def observe(self, progress: EngineProgress | None, passed_s: float) -> None:
-        """Take in a look at which the worker answered; None: it does not tell of its engine."""
+        """Record an answered check; None without engine progress."""
         self.silent_s, self.silent_looks = 0.0, 0
         self._heard = False
         self._compare(progress, passed_s)
 
     def miss(self, passed_s: float, heard: EngineProgress | None = None) -> None:
-        """Take in a look that `/health` did not answer; `heard` came by another way meanwhile."""
+        """Record an unanswered check; `heard` is progress from elsewhere."""
         self.silent_s += passed_s
         self._heard = heard is not None
         if heard is None:
@@ -105,7 +105,7 @@ class HangDetector:
 
     @property
     def limit_s(self) -> float:
-        """Seconds without progress that the present work is given; 0 for any number."""
+        """Allowed seconds without progress for the present work; 0 for no limit."""
         return self._hang_s and self._hang_s + TOKEN_S * self._planned_tokens
 
     @property
@@ -117,10 +117,7 @@ class HangDetector:
     def verdict(
         self, *, stopped: bool = False, computes: bool = False, is_outlier: bool = True
     ) -> str:
-        """Return why the worker counts as hung, or "".
-
-        `stopped`, `computes`: its process's state.
-        """
+        """Return why the worker counts as hung, or ""; flags are of its process."""
         limit_s = self.limit_s
         patience = 1.0 if is_outlier else PATIENCE
         if limit_s and self.still_s > limit_s * patience:

@@ -51,11 +51,7 @@ class EventCursor:
     next: int | None = None  # next batch number; None before the first
 
     def judge(self, number: int) -> str:
-        """Return what to do with a batch: apply, replay, restart or skip.
-
-        A number above the next is a gap; one lower by more than a repetition is a restarted
-        publisher.
-        """
+        """Return what to do with a batch: apply, replay (a gap), restart (publisher), or skip."""
         if self.next is None:
             return "apply" if number == 0 else "replay"
         if number == self.next:
@@ -76,7 +72,7 @@ class EventSubscriber:
         self._faults = 0
 
     async def run(self) -> None:
-        """Subscribe, and take in what comes; ends only by cancellation."""
+        """Subscribe until cancelled."""
         with zmq.asyncio.Context() as context:
             socket = context.socket(zmq.SUB)
             socket.setsockopt(zmq.LINGER, 0)
@@ -155,7 +151,7 @@ class EventSubscriber:
         await self._pause()
 
     async def _pause(self) -> None:
-        """Rest after what is no batch: a publisher of garbage costs little time and few lines."""
+        """Rest after a malformed batch, so garbage costs little."""
         pause_s = min(_MAX_PAUSE_S, _MIN_PAUSE_S * 2 ** min(self._faults, 30))
         self._faults += 1
         await asyncio.sleep(pause_s)

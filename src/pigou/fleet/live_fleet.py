@@ -30,7 +30,7 @@ class LiveFleet:
 
     @property
     def members(self) -> Sequence[Member]:
-        """All members that are not gone: id, role, pool, state, epoch and what else is known."""
+        """Live members: id, role, pool, state, epoch and more."""
         return self.supervisor.members
 
     @property
@@ -40,7 +40,7 @@ class LiveFleet:
 
     @property
     def room(self) -> int:
-        """Workers that a planner may have by default; servers of others are counted as they run."""
+        """Default worker limit of a planner; attached servers count as they run."""
         running = Counter(member.source.kind for member in self.members)
         providers = self.supervisor.providers
         return sum(running[own.kind] if own.room is None else own.room for own in providers)
@@ -58,12 +58,12 @@ class LiveFleet:
         return tuple(self.provided)
 
     def worker(self, id: str) -> ManagedWorker | None:
-        """Return a worker that is not gone; None where there is none of that id."""
+        """Return a live worker, or None."""
         member = self.supervisor.member(id)
         return None if member is None else ManagedWorker(id, member.pool, member.state)
 
     def is_last_decoder(self, id: str) -> bool:
-        """Whether a worker decodes, and no other one of its model that is ready does."""
+        """True if a worker is its model's only ready decoder."""
         own = self.supervisor.member(id)
         ready = (member for member in self.members if member.state is WorkerState.READY)
         return own is not None and [
@@ -106,11 +106,11 @@ class LiveFleet:
         return member.id
 
     def drain(self, id: str, now: int) -> None:  # noqa: ARG002
-        """Let a ready worker end what it has, then go."""
+        """Drain a ready worker, then remove it."""
         self.supervisor.drain(self._member(id))
 
     def remove(self, id: str, now: int) -> None:  # noqa: ARG002
-        """Let a worker go at once; what runs there goes elsewhere."""
+        """Remove a worker at once; its requests migrate."""
         self.supervisor.remove(self._member(id))
 
     def flip(self, id: str, pool: str, now: int) -> None:  # noqa: ARG002
@@ -168,7 +168,7 @@ class OperatorChanges:
         return member.row()
 
     def drain(self, id: str, limit_s: float | None) -> WorkerRow:
-        """Let a worker end what it has, then go. Raises UnknownWorker, ChangeRefused."""
+        """Drain and remove a worker; raises UnknownWorker or ChangeRefused."""
         member = self._member(id)
         if member.state is WorkerState.READY:
             _check(drain_refusal(self._fleet, id))

@@ -75,7 +75,7 @@ def pool_name(role: Role, model: str = "", kind: str = "") -> str:
 
 
 class Member:
-    """One place in the fleet: a worker that comes and goes under one name."""
+    """A fleet member: a worker that restarts under one name."""
 
     def __init__(
         self, id: str, role: Role, setup: MemberSetup, source: Source, model: str = ""
@@ -105,7 +105,7 @@ class Member:
         )
 
     def row(self) -> WorkerRow:
-        """Return what the status API shows of it."""
+        """Return its row of the status API."""
         row = self._row
         row.role, row.pool, row.epoch = self.role.value, self.pool, self.epoch
         row.unplaceable, row.model = self.unplaceable, self.model
@@ -135,7 +135,7 @@ class Member:
         self.plane_driver.observe(WorkerDraining(self.id))
 
     def let_go(self) -> None:
-        """Say that it leaves: when it ends, it is not started again."""
+        """Mark it as leaving: it is not restarted."""
         self.leaving = True
         self.say("stopped", "")
 
@@ -297,7 +297,7 @@ class Member:
         return WorkerEnd.KILLED if -process.code in _OUTSIDE else WorkerEnd.CRASHED
 
     def _readable(self, sources: tuple[EventSource, ...]) -> tuple[EventSource, ...]:
-        """Return the sources of KV events with the secret that reads them; none without it."""
+        """Return KV event sources with the secret; none without it."""
         secret = self.setup.secret
         if any(source.encrypted for source in sources) and secret is None:
             _log.error(
@@ -331,7 +331,7 @@ class Member:
 
 
 def check_fit(workers: Sequence[tuple[Role, Engine]]) -> None:
-    """Refuse workers that do not fit together. Raises FleetError."""
+    """Raise FleetError unless the workers fit together."""
     models: list[set[str]] = []  # the names of each, which workers of one model share
     for _, engine in workers:
         same = [names for names in models if not names.isdisjoint(engine.names)]
@@ -359,7 +359,7 @@ class Backoff:
         self._next = config.min_backoff_s
 
     def failed(self, lived_s: float) -> float:
-        """Return the seconds to wait after a worker that lived for `lived_s` seconds."""
+        """Return the backoff in seconds after a life of `lived_s`."""
         if lived_s > 2 * self._config.max_backoff_s:
             self._next = self._config.min_backoff_s
         wait = self._next

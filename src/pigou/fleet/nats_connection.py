@@ -28,7 +28,7 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, files: Mapping[str, str], what: str) -> TlsFiles:
-        """Read the parameters of a URL, which option `what` has. Raises ConfigError."""
+        """Parse a URL's parameters of option `what`; raises ConfigError."""
         unknown = set(files) - set(cls.__struct_fields__)
         if unknown:
             names = ", ".join(cls.__struct_fields__)
@@ -47,7 +47,7 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
         return tls
 
     def context(self) -> ssl.SSLContext:
-        """Return what checks servers by certificate and host name, and shows the client's."""
+        """Return an SSL context that verifies servers and presents the client certificate."""
         context = ssl.create_default_context(cafile=self.ca or None)
         if self.cert:
             context.load_cert_chain(self.cert, self.key)
@@ -92,11 +92,11 @@ class NatsAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_tls(self) -> bool:
-        """Whether servers that offer no TLS are refused."""
+        """True if TLS is required."""
         return self.urls[0].startswith("tls://")
 
     def login(self) -> dict[str, Any]:
-        """Return what NATS's client is to prove itself by, as its options."""
+        """Return the NATS client's login options."""
         options: dict[str, Any] = {"tls": self.tls.context()} if self.is_tls else {}
         if self.password:
             return options | {"user": self.user, "password": self.password}
@@ -157,7 +157,7 @@ def _client(address: NatsAddress) -> Client:
     from nats.errors import SecureConnRequiredError
 
     class RepairedClient(Client):
-        """Is closed by what nats-py does not foresee, instead of neither connected nor closed."""
+        """Closes on errors that nats-py leaves half open."""
 
         async def _attempt_reconnect(self) -> None:
             try:
@@ -167,7 +167,7 @@ def _client(address: NatsAddress) -> Client:
                 await self.close()
 
     class TlsClient(RepairedClient):
-        """Tells nothing to a server that offers no TLS; nats-py would log in without it."""
+        """Refuses to log in without TLS; nats-py would."""
 
         async def _process_info(self, info: dict[str, Any], *more: Any, **named: Any) -> None:
             if not info.get("tls_required"):
@@ -189,6 +189,6 @@ class ReconnectBackoff(msgspec.Struct, frozen=True, kw_only=True):
     jitter: Annotated[float, msgspec.Meta(ge=0)] = 0.5
 
     def wait_ns(self, failures: int, rng: random.Random) -> int:
-        """Return the wait after so many failures in a row, at least 1, in nanoseconds."""
+        """Return the backoff in ns after `failures` >= 1 in a row."""
         wait_s = min(self.min_s * 2.0 ** min(failures - 1, 30), self.max_s)
         return round(wait_s * (1 + self.jitter * rng.random()) * SECOND)

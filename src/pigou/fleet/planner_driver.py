@@ -62,7 +62,7 @@ class PlannerDriver:
 
     @property
     def max_workers(self) -> int:
-        """Workers that the fleet may have, 0 for no limit; by default there is room for so many."""
+        """Worker limit, 0 for none; by default the room."""
         given = self._config.max_workers
         return self._live_fleet.room if given is None else given
 
@@ -102,7 +102,7 @@ class PlannerDriver:
                 await self.plan(planner, windows.window(time.monotonic_ns()))
 
     async def plan(self, planner: Planner, window: PlannerWindow) -> None:
-        """Let the planner decide of a window, on a thread of its own, and carry it out."""
+        """Run the planner on a window, in a thread, and actuate."""
         try:
             decision = await asyncio.to_thread(decide, planner, window)
         except Exception as error:
@@ -153,7 +153,7 @@ class PlannerDriver:
     # --- what the planner is made of ----------------------------------------------------------
 
     def describe(self) -> PlannerStarted:
-        """Return what the planner is made of, by the fleet as it is."""
+        """Return the planner's configuration for the present fleet."""
         pools = self._live_fleet.provided
         max_workers = self.max_workers
         widest = max((pool.gpus for pool in pools.values()), default=1)
@@ -214,7 +214,7 @@ def _read_tables(path: str) -> SweepTables | None:
 
 
 def profile_of(worker: Worker) -> PoolProfile | None:
-    """Return what a worker measured of itself before it was ready; None for too little."""
+    """Return a worker's startup profile; None if too small."""
     prompts = {entry.tokens: entry.seconds for entry in worker.rehearsed if not entry.streams}
     streams = {
         entry.streams: entry.seconds / entry.steps for entry in worker.rehearsed if not entry.tokens

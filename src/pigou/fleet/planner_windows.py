@@ -54,7 +54,7 @@ class PlannerWindows:
             driver.meter.take(())
 
     def sample(self) -> None:
-        """Add what runs now to the means of the window."""
+        """Sample the running load."""
         for driver, _ in self._loads:
             state = driver.plane.state
             for member in self._live_fleet.members:
@@ -65,7 +65,7 @@ class PlannerWindows:
                     )
 
     def window(self, now: int) -> PlannerWindow:
-        """Return what happened since the last window; `now` is in ns of the gateway's clock."""
+        """Return the window since the last; `now` is in ns of the gateway's clock."""
         loads: list[LoadWindow] = []
         routing = {}
         for driver, load_meter in self._loads:
@@ -158,7 +158,7 @@ class PlannerWindows:
         )  # fmt: skip
 
     def _add_prompts(self, worker: str, until_ns: int) -> None:
-        """Count the prompts that were computed by the time of a report, maybe a second ago."""
+        """Count prompts computed by the time of a report, maybe a second old."""
         prompts = self._prompts.pop(worker, [])
         counts = self._builder.counts_of(worker)
         for prompt in prompts:

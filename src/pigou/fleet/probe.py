@@ -37,7 +37,7 @@ class ProbeFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """Where KV events come from: ZMQ addresses, with the `secret` that decrypts them (CURVE)."""
+    """ZMQ addresses of KV events, and their CURVE `secret`."""
 
     endpoint: str
     replay: str = ""  # address for replays
@@ -125,7 +125,7 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult
 
 
 async def read_served(upstream: Upstream, timeout_s: float) -> ServedNames | None:
-    """Return the further names that a server lists now; None where it does not say."""
+    """Return a server's additional model names, or None."""
     try:
         status, body = await upstream.get("/v1/models", timeout_s)
         cards = _cards(upstream.worker.url, body) if status == 200 else []
@@ -152,7 +152,7 @@ def _served(model: str, cards: list[_ModelCard]) -> ServedNames:
 
 
 async def fleet_key(url: str, secret: FleetSecret, timeout_s: float = 10.0) -> str:
-    """Return the fleet's token for a server that proves to know the secret; empty otherwise."""
+    """Return the fleet's token if the server proves the secret, else ""."""
     nonce = secrets.token_hex(16)
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
@@ -167,7 +167,7 @@ async def fleet_key(url: str, secret: FleetSecret, timeout_s: float = 10.0) -> s
 
 
 def read_startup_profile(entries: Any) -> tuple[Rehearsed, ...]:
-    """Return the speeds that a worker measured at startup, without impossible entries."""
+    """Return a worker's startup profile, without impossible entries."""
     if not isinstance(entries, list):
         return ()
     return tuple(
@@ -199,7 +199,7 @@ def _finite(value: float) -> bool:
 
 
 def _publishes(value: Any) -> bool:
-    """Whether a description names an endpoint; what it names besides must be text."""
+    """True if a description names an event endpoint."""
     if not isinstance(value, dict) or not _ENDPOINT.match(text(value.get("endpoint"))):
         return False
     replay, topic = value.get("replay_endpoint"), value.get("topic")
@@ -231,7 +231,7 @@ def _json(body: bytes) -> dict[str, Any]:
 
 
 def _location(value: Any) -> Location:
-    """Return the labels of a node; a host that is missing, or no text, makes it unknown."""
+    """Return a node's labels; unknown without a host."""
     labels = value if isinstance(value, dict) else {}
     location = Location(*(text(labels.get(field)) for field in Location._fields))
     return location if location.host else UNKNOWN_LOCATION

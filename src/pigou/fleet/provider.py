@@ -13,7 +13,7 @@ from pigou.request import Role
 
 
 class ProvidedPool(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers of one role that run on the same."""
+    """A pool of equal workers of one role."""
 
     name: str  # unique over all providers: `decode` for local workers, `decode.attached`
     role: Role
@@ -23,10 +23,7 @@ class ProvidedPool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Provider:
-    """Provides a fleet's members: local processes, running servers, or a cluster.
-
-    The base class starts none, and flips the role of running Pigou servers.
-    """
+    """Provides a fleet's members: local processes, running servers, or a cluster."""
 
     kind: ClassVar[str]  # kind of its members, shown in `/workers`
     not_started: ClassVar[str] = ""  # why it starts no further server
@@ -34,7 +31,7 @@ class Provider:
 
     @property
     def room(self) -> int | None:
-        """Workers that a planner may have by default; None for those that run already."""
+        """Default worker limit; None for running servers."""
         return None
 
     @property
@@ -43,7 +40,7 @@ class Provider:
         raise NotImplementedError
 
     def pool(self, role: Role, model: str = "") -> str:
-        """Return the name of the pool that its workers of a role, and model, are in."""
+        """Return the pool name of a role and model."""
         return pool_name(role, model, self.kind)
 
     def start_refusal(self, pool: str) -> str:  # noqa: ARG002
@@ -51,11 +48,11 @@ class Provider:
         return self.not_started
 
     def make(self, pool: str) -> Member:
-        """Return a new member, which does not run yet. Raises FleetError: `start_refusal`."""
+        """Return a new member, not yet started; raises FleetError with `start_refusal`."""
         raise FleetError(self.start_refusal(pool))
 
     def flip_refusal(self, member: Member, pool: str) -> str:
-        """Return why one of its members cannot serve in another pool; empty where it can."""
+        """Return why a member cannot change to a pool, or ""."""
         if pool == member.pool or pool not in [self.pool(role, member.model) for role in Role]:
             return f"{member.id} cannot serve in pool {pool!r}"
         if self.not_flipped and member.stock is not False:
@@ -63,10 +60,10 @@ class Provider:
         return ""
 
     def flipped(self, member: Member) -> None:
-        """One of its members is in another pool now."""
+        """Note a member's new pool."""
 
     def discard(self, member: Member) -> None:
-        """A member is gone for good: what it used is free."""
+        """Free the resources of a removed member."""
 
     async def close(self) -> None:
-        """Give back what the fleet has beyond its members."""
+        """Release the fleet's remaining resources."""

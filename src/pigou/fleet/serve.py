@@ -55,10 +55,7 @@ class Serving:
         planner: PlannerConfig | None = None,
         on_stage: StageListener | None = None,
     ) -> None:
-        """Put the parts together, within an event loop; raises ConfigError.
-
-        `on_stage` gets stages.
-        """
+        """Put the parts together, within an event loop; raises ConfigError."""
         keys = Keys.read(Path(gateway.api_keys_file)) if gateway.api_keys_file else None
         planner = planner or PlannerConfig()
         self._secret = fleet.secret or FleetSecret.make()
@@ -112,7 +109,7 @@ class Serving:
         )
 
     def join_peers(self, bus: PeerBus) -> None:
-        """Let other gateways of the fleet hear what this one sends; before `start`."""
+        """Join the peer exchange; call before `start`."""
         if len(self.supervisor.models) > 1:
             raise ConfigError(
                 f"peers is given, and {len(self.supervisor.models)} models; gateways exchange what "
@@ -164,7 +161,7 @@ class Serving:
             self._planner.start(self.plane_driver.background)
 
     async def _compile(self) -> None:
-        """Compile or load the gateway's kernels, on a thread that nobody waits for at the end."""
+        """Compile or load the gateway's kernels on a daemon thread."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         config, compiled = self.plane_driver.plane.config, 0
@@ -197,7 +194,7 @@ class Serving:
         self.startup.report("gateway", "ready")
 
     async def stop(self) -> None:
-        """Finish what is under way, then end the workers."""
+        """Finish running requests, then stop the workers."""
         if self._planner is not None:
             await self._planner.stop()
         await self._server.stop()
@@ -238,7 +235,7 @@ def _plane_driver(
     gateway: GatewayConfig, control: ControlConfig, planner: PlannerConfig, model: DeclaredModel,
     sibling: PlaneDriver | None,
 ) -> PlaneDriver:  # fmt: skip
-    """Return the plane driver of a model, with a journal of its own where there is one."""
+    """Return a model's plane driver, with its journal if any."""
     prompts = PromptReader(
         PromptTokenizer.named(model.tokenizer) if model.tokenizer else None,
         allow_special_tokens=gateway.allow_special_tokens,

@@ -82,18 +82,18 @@ class Supervisor:
         self._runs = False
 
     def report_stages(self, listener: Callable[[str, str], None]) -> None:
-        """Call `listener` with a worker's id and the stage of its start, at each change."""
+        """Call `listener` with a worker's id and start stage, at each change."""
         self._listener = listener
         for member in self._members.values():
             member.on_stage = listener
 
     def rows(self) -> list[WorkerRow]:
-        """Return what the status API shows of each member."""
+        """Return the members' rows of the status API."""
         return [member.row() for member in self._members.values()]
 
     @property
     def members(self) -> Sequence[Member]:
-        """All members that are not gone."""
+        """Live members."""
         return tuple(self._members.values())
 
     @property
@@ -104,7 +104,7 @@ class Supervisor:
         return self.local, self.attached, self.registered
 
     def member(self, id: str) -> Member | None:
-        """Return a member that is not gone; None where there is none of that id."""
+        """Return a live member, or None."""
         return self._members.get(id)
 
     def provider(self, member: Member) -> Provider:
@@ -141,7 +141,7 @@ class Supervisor:
         await self._discovered()
 
     async def _discovered(self) -> None:
-        """Wait until the registry was read, and one of its workers is up; not for long."""
+        """Wait briefly for the registry, and one worker that is up."""
         if self.registered is None:
             return
         with suppress(TimeoutError):
@@ -151,7 +151,7 @@ class Supervisor:
                 await asyncio.gather(*ready)
 
     async def stop(self) -> None:
-        """End all members, those that are being drained too; local workers end in order."""
+        """Stop all members, local workers in order."""
         self._runs = False
         if self._following is not None:
             self._following.cancel()
@@ -172,7 +172,7 @@ class Supervisor:
     # --- changes ------------------------------------------------------------------------------
 
     def add(self, member: Member) -> None:
-        """Start a member that a provider made; a start that fails is tried again."""
+        """Start a provider's member; a failed start is retried."""
         member.may_fail = True
         member.on_stage = self._listener
         self._members[member.id] = member
@@ -189,7 +189,7 @@ class Supervisor:
             self.limit_drain(member, limit_s)
 
     def limit_drain(self, member: Member, limit_s: float | None) -> None:
-        """Give the requests of a draining member so many seconds from now; None changes nothing."""
+        """Set the seconds left for a draining member; None changes nothing."""
         drain, _ = self._drains.get(member.id, (None, None))
         if drain is not None and limit_s is not None:
             drain.limit(limit_s)
@@ -222,7 +222,7 @@ class Supervisor:
             self._run(member)
 
     def remove(self, member: Member) -> None:
-        """Let a member go at once; what runs there goes elsewhere."""
+        """Remove a member at once; its requests migrate."""
         member.let_go()
         self._members.pop(member.id, None)
         self._cancel_drain(member)
@@ -265,7 +265,7 @@ class Supervisor:
 
 
 def _registered(setup: MemberSetup, fleet: FleetSetup) -> RegistryProvider | None:
-    """Return what uses registered workers, and scales their pools on Kubernetes."""
+    """Return the provider of registered workers, scaling pools on Kubernetes."""
     if fleet.registry is None:
         return None
     if fleet.scales is None:

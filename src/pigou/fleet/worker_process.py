@@ -49,10 +49,7 @@ _QUIET = {
 
 @cache
 def worker_niceness() -> int | None:
-    """Raise this process's priority above its workers'; return their niceness, None if unknown.
-
-    It raises itself with CAP_SYS_NICE; else its workers are lowered.
-    """
+    """Raise this process's priority above its workers'; return their niceness or None."""
     if not hasattr(os, "setpriority"):
         return None
     own = os.getpriority(os.PRIO_PROCESS, 0)
@@ -64,7 +61,7 @@ def worker_niceness() -> int | None:
 
 
 def _lower(pid: int) -> None:
-    """Give a worker that was just started its niceness; what it starts inherits it."""
+    """Set a new worker's niceness, inherited by its children."""
     niceness = worker_niceness()
     if niceness is not None:
         with suppress(OSError):  # it has ended
@@ -99,7 +96,7 @@ class MemberProcess(Protocol):
 
 
 class WorkerProcess:
-    """`pigou worker` as a child, in a session of its own: the terminal's Ctrl-C is ours alone."""
+    """`pigou worker` as a child in its own session, so that Ctrl-C is ours."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.pid = process.pid
@@ -113,7 +110,7 @@ class WorkerProcess:
 
     @property
     def process_state(self) -> ProcessState:
-        """What `/proc` says of it."""
+        """Process state by `/proc`."""
         return ProcessState(self.pid)
 
     @classmethod
@@ -186,7 +183,7 @@ class WorkerProcess:
         raise FleetError(f"{self._name} ended with status {code} before it was ready\n{words}")
 
     async def exited(self) -> str:
-        """Return how it ended, once it has; one that lacked memory with `OUT_OF_MEMORY`."""
+        """Return how it ended; `OUT_OF_MEMORY` if it lacked memory."""
         code = await self._ended()
         await self._read_rest()
         killed = code == -signal.SIGKILL and oom_kills() > self._oom_kills
@@ -208,7 +205,7 @@ class WorkerProcess:
         await self._read_rest()
 
     async def _ended(self) -> int:
-        """Return the exit status; asyncio's own wait is for streams that children hold, too."""
+        """Return the exit status; asyncio also waits for streams held by children."""
         waiting = asyncio.create_task(self._process.wait())
         try:
             while self._process.returncode is None:
@@ -218,7 +215,7 @@ class WorkerProcess:
         return self._process.returncode
 
     async def _read_rest(self) -> None:
-        """Read what it still printed; a child that outlives it may hold its streams open."""
+        """Read remaining output; orphans may hold the streams open."""
         readers = [task for task in (self._reader, self._listener) if task is not None]
         _, late = await asyncio.wait(readers, timeout=_REST_S)
         for task in late:
@@ -257,7 +254,7 @@ class WorkerProcess:
 
 
 async def _line(stream: asyncio.StreamReader) -> bytes:
-    """Return the next line, empty at the end; of one that is too long, its first part."""
+    """Return the next line, truncated if too long; empty at the end."""
     try:
         return await stream.readuntil(b"\n")
     except asyncio.IncompleteReadError as error:

@@ -27,7 +27,7 @@ _MAX_LOAD, _MAX_COUNT, _MAX_LINES, _MAX_TIERS = 2**20, 2**31 - 1, 4096, 64
 
 
 def read_load(page: bytes, worker: str) -> LoadReport:
-    """Return a worker's load by its metrics page; zero for what it does not say."""
+    """Return a worker's load by its metrics page; missing ones are 0."""
     sums = metrics_text.totals(page, _LOADS)
     return LoadReport(
         worker,
@@ -55,7 +55,7 @@ def metrics_progress(
 
 
 def read_report(page: bytes, now: int) -> WorkerReport:
-    """Return what a page says of a worker at `now` (ns); None for what it does not say."""
+    """Return a worker's report at `now` (ns); missing figures are None."""
     sums = metrics_text.totals(page, _NAMES, _MAX_LINES)
     itl = _ITL if _ITL + b"_sum" in sums else _OLD_ITL
     return WorkerReport(

@@ -152,7 +152,7 @@ class WorkerWatch:
         return _Answer(f"/health answered {status}")
 
     async def _report(self) -> bytes:
-        """Pass on what the metrics page says of the load; return the page, empty without one."""
+        """Report the load of the metrics page; return the page or b""."""
         try:
             status, page = await self._upstream.get("/metrics", self._config.timeout)
         except (aiohttp.ClientError, OSError, TimeoutError):
@@ -166,7 +166,7 @@ class WorkerWatch:
         return page
 
     async def _list_models(self) -> None:
-        """Read again which names a stock server lists: adapters come and go while it runs."""
+        """Refresh a stock server's model names: adapters come and go."""
         upstream, now = self._upstream, time.monotonic()
         if not upstream.engine.stock or now - self._listed_at < _MODELS_EVERY_S:
             return

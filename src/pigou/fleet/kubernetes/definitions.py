@@ -79,7 +79,7 @@ def definitions() -> list[dict[str, Any]]:
 
 
 def definitions_yaml() -> str:
-    """Return both as one YAML text, which the Helm chart has in `crds/`."""
+    """Return both as YAML, as in the Helm chart's `crds/`."""
     import yaml
 
     unshared = msgspec.json.decode(msgspec.json.encode(definitions()))  # YAML needs no anchors
@@ -147,7 +147,7 @@ def _inlined(schema: Any, shared: dict[str, Any]) -> Any:
 
 
 def _keyword(key: str, value: Any, shared: dict[str, Any]) -> Schema:
-    """Return what one keyword of JSON Schema is in a structural schema; empty for nothing."""
+    """Return a JSON Schema keyword in a structural schema, or {}."""
     match key:
         case "properties":
             return {key: {name: _inlined(inner, shared) for name, inner in value.items()}}

@@ -53,7 +53,7 @@ class VariableSource(Typed, frozen=True):
 
 
 class Variable(Typed, frozen=True):
-    """An environment variable, with its value or where that comes from."""
+    """An environment variable: a value, or its source."""
 
     name: str
     value: str | None = None
@@ -61,7 +61,7 @@ class Variable(Typed, frozen=True):
 
 
 class Toleration(Typed, frozen=True):
-    """A taint of nodes that pods tolerate."""
+    """A toleration of node taints."""
 
     key: str = ""
     operator: Literal["Equal", "Exists"] = "Equal"
@@ -156,7 +156,7 @@ PoolRole = Literal["prefill", "decode", "both"]
 
 
 class Parallelism(Typed, frozen=True):
-    """GPUs that an engine splits its work over; their product is that of one replica."""
+    """Parallelism of an engine; the product is GPUs per replica."""
 
     tp: Positive = 1
     pp: Positive = 1
@@ -204,14 +204,14 @@ class PoolSpec(PodFields, frozen=True, kw_only=True):
 
 
 class UpdateSpec(Typed, frozen=True):
-    """Limits of a rolling update, for each role: counts, or percents of its replicas."""
+    """Limits of a rolling update per role, as counts or percents."""
 
     surge: int | str = "25%"
     unavailable: int | str = 0
 
 
 class ModelSpec(Typed, frozen=True, kw_only=True):
-    """A model, and the pools that serve it: `both`, or `prefill` and `decode`."""
+    """A model and its pools: `both`, or `prefill` and `decode`."""
 
     name: ModelName
     model: str = "bundled"  # folder or hub id
@@ -240,7 +240,7 @@ class SloSpec(Typed, frozen=True):
 
 
 class BudgetSpec(Typed, frozen=True):
-    """GPUs that all pools together may have, updates included."""
+    """GPU budget of all pools, updates included."""
 
     gpus: Count
 
@@ -278,7 +278,7 @@ class PoolScale(Typed, frozen=True):
 
 
 def name_label(name: str) -> str:
-    """Return a name as a label's value; one that does not fit as it is ends in its digest."""
+    """Return a name as a label value, shortened with a digest if needed."""
     if re.fullmatch(_LABEL, name):
         return name
     slug = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")

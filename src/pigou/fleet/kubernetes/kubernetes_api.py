@@ -76,7 +76,7 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**values, insecure=bool(info.insecure))
 
     def tls(self) -> ssl.SSLContext | bool:
-        """Return what secures the connection. Raises ConfigError: a certificate cannot be read."""
+        """Return the TLS context; raises ConfigError for an unreadable certificate."""
         if self.insecure:
             return False
         authority = b64decode(self.ca_data).decode() if self.ca_data else None
@@ -165,7 +165,7 @@ class KubernetesApi:
         return item
 
     async def list(self, kind: str, namespace: str = "", selector: str = "") -> list[Manifest]:
-        """Return the objects of a namespace (empty: of all) that a label selector matches."""
+        """Return a namespace's objects (empty: of all) by label selector."""
         items: list[Manifest] = []
         query = {"limit": str(_PAGE)} | ({"labelSelector": selector} if selector else {})
         while True:
@@ -226,7 +226,7 @@ class KubernetesApi:
         await self._call("PATCH", path, body, media_type=_MERGE)
 
     async def delete(self, manifest: Manifest) -> None:
-        """Delete an object, and what it owns; one that is gone is no error."""
+        """Delete an object and its dependents, if it exists."""
         meta = manifest["metadata"]
         path = f"{_path(manifest['kind'], meta['namespace'])}/{meta['name']}"
         body = {"propagationPolicy": "Background", "preconditions": {"uid": meta["uid"]}}

@@ -36,7 +36,7 @@ _TRIES = 5
 
 
 class ScaledPool(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool that is scaled through its `PigouPool`."""
+    """A pool scaled through its `PigouPool`."""
 
     name: str
     model: str
@@ -75,7 +75,7 @@ class FleetScales:
         await self._api.close()
 
     async def read(self) -> list[ScaledPool]:
-        """Return the pools that have a range. Raises KubernetesError, ConfigError."""
+        """Return the scalable pools; raises KubernetesError or ConfigError."""
         own = f"{FLEET}={self._fleet}"
         fleet = await self._api.get("PigouFleet", self._namespace, self._fleet)
         scales = await self._api.list("PigouPool", self._namespace, own)
@@ -119,7 +119,7 @@ class FleetScales:
         raise AssertionError("the last try returns or raises")
 
     async def release(self, pod: str) -> None:
-        """Let a pod be the first that goes when its pool shrinks; one that is gone is no error."""
+        """Mark a pod to go first when its pool shrinks, if it exists."""
         meta = {"name": pod, "namespace": self._namespace, "annotations": {DELETION_COST: "-1000"}}
         try:
             await self._api.patch({"kind": "Pod", "apiVersion": "v1", "metadata": meta})
@@ -128,7 +128,7 @@ class FleetScales:
                 raise
 
     async def remove(self, pod: str, uid: str) -> None:
-        """Delete a pod, which its pool replaces; one that is gone is no error."""
+        """Delete a pod, if it exists; its pool replaces it."""
         meta = {"name": pod, "namespace": self._namespace, "uid": uid}
         await self._api.delete({"kind": "Pod", "metadata": meta})
 
@@ -200,12 +200,12 @@ class KubernetesProvider(RegistryProvider):
 
     @property
     def room(self) -> int | None:
-        """Replicas that its pools may have: `maxReplicas`."""
+        """Maximum replicas of its pools: `maxReplicas`."""
         return sum(pool.highest for pool in self._pools.values())
 
     @property
     def pools(self) -> Sequence[ProvidedPool]:
-        """Pools of roles that a worker has now, and those that are scaled, without workers too."""
+        """Pools of live workers' roles, and scaled pools, even empty ones."""
         provided = {pool.name: pool for pool in super().pools}
         for name, pool in self._pools.items():
             model = self._model_of(pool)
@@ -226,7 +226,7 @@ class KubernetesProvider(RegistryProvider):
         return ""
 
     def make(self, pool: str) -> Member:
-        """Have one more pod; return what stands for it. Raises FleetError."""
+        """Order one more pod; return its placeholder. Raises FleetError."""
         if refusal := self.start_refusal(pool):
             raise FleetError(refusal)
         self._change_scale(pool, 1)
@@ -304,7 +304,7 @@ class KubernetesProvider(RegistryProvider):
             self._show_pending(name, max(0, missing))
 
     async def _remove_released(self) -> None:
-        """Delete pods that were to go as their pools shrank, where these grew again before."""
+        """Delete pods marked to go whose pools grew again."""
         for pod, name in list(self._released_pods.items()):
             pool = self._pools.get(name)
             uid = None if pool is None else pool.pods.get(pod)

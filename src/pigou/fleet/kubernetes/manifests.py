@@ -54,7 +54,7 @@ while time.monotonic() < end:
 
 
 class GangHost(msgspec.Struct, frozen=True):
-    """One host of a worker that runs on several; names in $(...) are the controller's variables."""
+    """One host of a multi-host worker; $(...) are the controller's variables."""
 
     leader: str  # address of the first host
     rank: str  # position among the hosts; "0" is the leader
@@ -79,7 +79,7 @@ class PodTemplates:
         self._fleet, self._registry, self._spec = fleet, registry, spec
 
     def worker_labels(self, model: ModelSpec, pool: PoolSpec, version: str) -> dict[str, str]:
-        """Return the labels of a pool's workload and of the pods that gateways find."""
+        """Return the labels of a pool's workload and pods."""
         labels = {FLEET: self._fleet, PART: "worker", MODEL: model.label, ROLE: pool.role}
         labels[DEPLOYMENT_VERSION] = version
         if pool.engine == "vllm":
@@ -89,7 +89,7 @@ class PodTemplates:
     def worker(
         self, model: ModelSpec, pool: PoolSpec, version: str, host: GangHost | None = None
     ) -> Manifest:
-        """Return the pod of a worker, or of one of its hosts."""
+        """Return the pod of a worker, or of one host."""
         labels = self.worker_labels(model, pool, version)
         leads = host is None or host.rank == "0"
         if not leads:
@@ -178,7 +178,7 @@ class PodTemplates:
         return _with_fields(gateway, pod, labels, {})
 
     def _pigou(self, model: ModelSpec, pool: PoolSpec, version: str) -> list[str]:
-        """Return the command of a worker of Pigou, which registers itself in its own pod."""
+        """Return the command of a self-registering Pigou worker."""
         return [
             "pigou", "worker", "--host", "0.0.0.0", "--port", str(WORKER_PORT),
             "--model", model.model, "--served-model-name", model.name, "--role", pool.role,
@@ -199,7 +199,7 @@ class PodTemplates:
 
 
 def _vllm(model: ModelSpec, pool: PoolSpec, host: GangHost | None) -> list[str]:
-    """Return the command of a vLLM server, or of one of its hosts; with roles KV moves by NIXL."""
+    """Return the command of a vLLM server or host; roles add NIXL."""
     split = pool.parallelism
     command = [
         "vllm", "serve", model.model, "--host", "0.0.0.0", "--port", str(WORKER_PORT),
@@ -224,7 +224,7 @@ def _vllm(model: ModelSpec, pool: PoolSpec, host: GangHost | None) -> list[str]:
 def _with_fields(
     fields: PodFields, spec: Manifest, labels: dict[str, str], annotations: dict[str, str]
 ) -> Manifest:
-    """Return a template of a pod's spec, to which `fields` are added; ours come first in lists."""
+    """Return a pod template with `fields` added, ours first in lists."""
     container = spec["containers"][0]
     given = msgspec.json.decode(msgspec.json.encode(fields))
     named = {item["name"] for item in given.get("env", ())}
@@ -249,7 +249,7 @@ def _with_fields(
 
 
 def _pack(spec: Manifest, fleet: str, model: str, pool: PoolSpec) -> None:
-    """Add a term to a pod's affinity: near to the other workers of its model."""
+    """Add affinity to the other workers of the model."""
     assert pool.topology is not None
     same = {"matchLabels": {FLEET: fleet, MODEL: model}}
     term: Manifest = {"labelSelector": same, "topologyKey": _LEVELS[pool.topology.pack]}
@@ -276,7 +276,7 @@ _NAME_LETTERS = 46
 
 
 class FleetObjects:
-    """Makes the objects of one fleet, all of which it owns."""
+    """Builds the objects that one fleet owns."""
 
     def __init__(self, fleet: Manifest, spec: FleetSpec) -> None:
         meta = fleet["metadata"]
@@ -290,7 +290,7 @@ class FleetObjects:
 
     @property
     def registry(self) -> str:
-        """URL of the registry in which the gateway finds the workers: their pods."""
+        """Registry URL of the gateway: the workers' pods."""
         selector = f"{FLEET}={self.name},{PART}=worker"
         return f"k8s://{self.namespace}?selector={selector}&port={WORKER_PORT}"
 
@@ -328,7 +328,7 @@ class FleetObjects:
         }  # fmt: skip
 
     def scale(self, model: ModelSpec, pool: PoolSpec) -> Manifest:
-        """Return the `PigouPool` through which a pool is scaled, with its fewest replicas."""
+        """Return a pool's `PigouPool`, at minimum replicas."""
         labels = {FLEET: self.name, MODEL: model.label, ROLE: pool.role}
         return {
             "apiVersion": API_VERSION, "kind": "PigouPool",
@@ -383,7 +383,7 @@ def _leader_worker_set(
 def _clique_set(
     meta: Manifest, hosts: int, leader: Manifest, worker: Manifest, replicas: int
 ) -> Manifest:
-    """Return gangs of Grove: cliques of pods that are scheduled together, or not."""
+    """Return Grove gangs: cliques of co-scheduled pods."""
     cliques = [
         {
             "name": name, **template["metadata"],
@@ -419,6 +419,6 @@ def gpus_of_workload(workload: Manifest, resource: str) -> int:
 
 
 def gpus_of_pod(spec: Manifest, resource: str) -> int:
-    """Return the GPUs that a pod's containers take. Raises ValueError: a number is none."""
+    """Return the GPU limit of a pod's containers; raises ValueError."""
     limits = ((c.get("resources") or {}).get("limits") or {} for c in spec.get("containers") or ())
     return sum(int(limit.get(resource, 0)) for limit in limits)

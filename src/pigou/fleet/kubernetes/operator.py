@@ -75,7 +75,7 @@ class FleetOperator:
             )  # fmt: skip
 
     async def round(self, namespace: str, name: str) -> Reconciliation | None:
-        """Read what there is, and write the next step; None where the fleet is gone."""
+        """Observe and write the next step; None if the fleet is gone."""
         try:
             fleet = await self._api.get("PigouFleet", namespace, name)
         except KubernetesError as error:
@@ -139,7 +139,7 @@ class FleetOperator:
             return None
 
     def _handlers(self, started: Callable[[], None] | None) -> kopf.OperatorRegistry:
-        """Return handlers that start, wake and end the loops of fleets; none needs a finalizer."""
+        """Return kopf handlers of fleet loops; none needs a finalizer."""
         import kopf
 
         registry = kopf.OperatorRegistry()

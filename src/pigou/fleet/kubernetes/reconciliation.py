@@ -51,14 +51,14 @@ class Write(msgspec.Struct, frozen=True):
 
 
 class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be written, in order, and what the fleet's status is then."""
+    """Writes, in order, and the fleet's next status."""
 
     writes: tuple[Write, ...]
     status: Manifest
 
 
 def reconcile(observed: Observation) -> Reconciliation:
-    """Return what brings a fleet nearer to its specification; an invalid one changes nothing."""
+    """Return the writes towards the specification; none if it is invalid."""
     try:
         spec = read_fleet(observed.fleet["spec"], observed.fleet["metadata"]["name"])
     except ConfigError as error:
@@ -147,7 +147,7 @@ class _Round:
         return max(0, min(free, self._spec.budget.gpus - used))
 
     def _keep(self, manifest: Manifest) -> None:
-        """Create an object of the gateway, or change it back to what it should be."""
+        """Create or restore an object of the gateway."""
         existing = [*self._own, *self._observed.services]
         for item in existing:
             same = item["kind"] == manifest["kind"]
@@ -251,7 +251,7 @@ class _Round:
         return lowest
 
     def _report_scales(self, model: ModelSpec, workloads: dict[str, dict[str, Manifest]]) -> None:
-        """Tell those who scale a pool what there is: replicas of all versions, and their pods."""
+        """Report replicas and pods of all versions to autoscalers."""
         for scale in self._observed.pools:
             labels = _labels(scale)
             if labels.get(MODEL) != model.label:
@@ -301,7 +301,7 @@ class _Round:
 
 
 def refusal(observed: Observation, reason: str, message: str) -> Reconciliation:
-    """Return no writes, and a status that says why the fleet is not as it is specified."""
+    """Return a status of refusal, without writes."""
     models = (observed.fleet.get("status") or {}).get("models") or []
     return Reconciliation(writes=(), status=_status(observed, False, reason, message, models))
 
@@ -346,7 +346,7 @@ def _ready(workload: Manifest) -> int:
 
 
 def _rolled(deployment: Manifest) -> bool:
-    """Whether all pods of a Deployment are ready and of its template as it is now."""
+    """True if a Deployment has rolled out its present template."""
     status, replicas = deployment.get("status") or {}, _replicas(deployment)
     generation: int = deployment["metadata"].get("generation", 0)
     if status.get("observedGeneration", 0) < generation:
@@ -376,14 +376,14 @@ def _condition(item: Manifest, kind: str) -> bool:
 
 
 def _as_written(wanted: Manifest, actual: Manifest) -> bool:
-    """Whether an object is what was written last, and nobody has changed that."""
+    """True if an object is unchanged since our last write."""
     noted = (actual["metadata"].get("annotations") or {}).get(DIGEST)
     digest = (wanted["metadata"].get("annotations") or {}).get(DIGEST)
     return noted == digest and _within(wanted["spec"], actual["spec"])
 
 
 def _change(wanted: Manifest, actual: Manifest) -> Write:
-    """Return the write that brings an object back; one with a digest is replaced as a whole."""
+    """Return the write that restores an object, whole if it has a digest."""
     meta, existing = wanted["metadata"], actual["metadata"]
     if DIGEST not in (meta.get("annotations") or {}):
         return Write("patch", wanted)
@@ -393,7 +393,7 @@ def _change(wanted: Manifest, actual: Manifest) -> Write:
 
 
 def _within(wanted: Any, actual: Any) -> bool:
-    """Whether an object has all that is wanted; servers add defaults, and drop what is empty."""
+    """True if an object has all wanted fields; servers add defaults, and drop empty ones."""
     if actual is None:
         return wanted in ([], {}, "")
     if isinstance(wanted, dict):
@@ -407,7 +407,7 @@ def _within(wanted: Any, actual: Any) -> bool:
 
 
 def _quantity(value: Any) -> Fraction | None:
-    """Return the amount of a quantity, which servers write in their own way: 0.5 is 500m."""
+    """Parse a Kubernetes quantity; servers may rewrite 0.5 as 500m."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(m|[kMGTP]|[KMGTP]i)?", str(value))
     if match is None:
         return None

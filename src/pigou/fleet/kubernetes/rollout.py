@@ -115,7 +115,7 @@ class _Rollout:
         return self._without_gpus(wanted, needed)
 
     def _without_gpus(self, wanted: dict[str, int], needed: int) -> RolloutStep:
-        """Free GPUs within `unavailable`, or add the part of a step that fits."""
+        """Free GPUs within `unavailable`, or add what fits."""
         missing = needed - self._free
         fewer = dict(self._old)
         for spared in (1, 0):  # the last worker of a role goes only where nothing else helps
@@ -136,7 +136,7 @@ class _Rollout:
         return self._short(message)
 
     def _part(self, wanted: dict[str, int]) -> dict[str, int]:
-        """Return one worker more, of the role furthest behind, that has GPUs; empty for none."""
+        """Return one more worker, of the role furthest behind, or {}."""
         for role in sorted(self._roles, key=lambda r: self._new[r] / max(1, self._goal(r))):
             one_more = {**self._new, role: self._new[role] + 1}
             fits = self._gpus(one_more) <= self._free
@@ -145,7 +145,7 @@ class _Rollout:
         return {}
 
     def _unblocked(self, unready: dict[str, int]) -> RolloutStep:
-        """Let old workers go, so that nodes have room for new ones that wait for it."""
+        """Release old workers to make room for pending new ones."""
         fewer = {r: max(self._floor_old(r), min(self._old[r], 1)) for r in self._roles}
         if fewer == self._old:
             fewer = {r: self._floor_old(r) for r in self._roles}
@@ -203,7 +203,7 @@ class _Rollout:
         return self._stay("wait", "WaitingForReady", f"not ready yet: {_text(unready)}")
 
     def _short(self, message: str) -> RolloutStep:
-        """Say that GPUs are missing; where they cannot be counted, none is taken."""
+        """Report missing GPUs; none are taken if unknown."""
         if self._state.free_gpus is None:
             message = "free GPUs cannot be counted; no worker is added until they can"
             return self._stay("blocked", "GpuCountUnknown", message)
@@ -234,7 +234,7 @@ class _Rollout:
         return reached
 
     def _floor_old(self, role: str) -> int:
-        """Return the old workers of a role below which too few would be ready."""
+        """Return the minimum of old workers of a role."""
         ready = min(self._state.new.ready.get(role, 0), self._new[role])
         needed = self._goal(role) - self._state.unavailable - ready
         usable = sum(min(v.ready.get(role, 0), v.replicas.get(role, 0)) for v in self._state.old)

@@ -23,7 +23,7 @@ _GROUP = "Peers"
 
 
 class PeersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where gateways tell one another what they send, and by which subjects."""
+    """Bus of the gateways, and its subjects."""
 
     peers: Annotated[
         str,
@@ -61,7 +61,7 @@ class BusError(ConnectionError):
 
 
 class PeerBus(Protocol):
-    """Brings each message to all other gateways that are connected; it may lose some."""
+    """Best-effort broadcast to all other gateways."""
 
     @property
     def connected(self) -> bool:
@@ -82,7 +82,7 @@ class PeerBus(Protocol):
         ...
 
     async def close(self) -> None:
-        """Send what is waiting, and end the connection."""
+        """Flush and close."""
         ...
 
 

@@ -34,7 +34,7 @@ MAX_SKEW_MS = 60_000
 
 
 class PeerEnvelopeError(ValueError):
-    """A message that does not count: the text says why."""
+    """A rejected message; the text says why."""
 
 
 class PeerEnvelope:
@@ -112,7 +112,7 @@ class PeerExchange:
         self._task = self._plane_driver.background.start("gateway peers", self._run)
 
     async def stop(self) -> None:
-        """Tell the others that this gateway is gone, and end."""
+        """Announce departure and stop."""
         if self._task is None:
             return
         self._stopping = True  # for a bus whose client swallows the cancellation
@@ -122,7 +122,7 @@ class PeerExchange:
         await self._bus.close()
 
     def health(self) -> dict[str, Any]:
-        """Return what `/health` says."""
+        """Return the fields for `/health`."""
         receiver = self._receiver
         return {
             "bus": "up" if self._bus.connected else "down",

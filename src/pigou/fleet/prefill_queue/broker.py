@@ -69,7 +69,7 @@ class PrefillBroker:
             ) from error
 
     async def close(self) -> None:
-        """Disconnect; a server that is away is not waited for."""
+        """Disconnect without waiting for an absent server."""
         if self._stream is None:
             return  # a client that never connected cannot be closed
         with suppress(Error, OSError, TimeoutError):
@@ -108,7 +108,7 @@ class PrefillBroker:
             raise BrokerUnavailable(str(error)) from error
 
     async def stored(self, pattern: str) -> Container[str]:
-        """Return the subjects of a pattern on which a prompt is stored, 100,000 at most."""
+        """Return the subjects with stored prompts, at most 100,000."""
         try:
             info = await self.stream.stream_info(self._name, subjects_filter=pattern)
         except (Error, OSError, TimeoutError) as error:
@@ -116,7 +116,7 @@ class PrefillBroker:
         return info.state.subjects or {}
 
     async def backlog(self, pool: PullPool) -> PoolBacklog:
-        """Return what workers of a pool have before them. Raises BrokerUnavailable."""
+        """Return a pool's backlog; raises BrokerUnavailable."""
         try:
             info = await self.stream.consumer_info(self._name, pool.consumer)
         except NotFoundError:  # no worker has come yet
@@ -127,7 +127,7 @@ class PrefillBroker:
         return PoolBacklog(prompts, 0 if info.ack_floor is None else info.ack_floor.stream_seq)
 
     async def subscribe(self, pool: PullPool) -> JetStreamContext.PullSubscription:
-        """Return the consumer that a pool's workers share; it goes some time after the last."""
+        """Return the consumer shared by a pool's workers; it expires."""
         config = ConsumerConfig(
             durable_name=pool.consumer,
             filter_subject=pool.prompts,

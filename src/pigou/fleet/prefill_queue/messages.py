@@ -107,7 +107,7 @@ class OfferAnswer(msgspec.Struct, frozen=True):
 
 
 class WorkerAlive(msgspec.Struct, frozen=True):
-    """A worker pulls; with a `request`, it still computes that prompt of a gateway."""
+    """Sign of life of a pulling worker, or of a `request` it computes."""
 
     worker: str
     request: str = ""

@@ -84,7 +84,7 @@ class NobodyPulls(Exception):
 
 
 class PullWorker(NamedTuple):
-    """A prefill worker of this gateway: its id, and the pool that it pulls from, if it pulls."""
+    """A prefill worker of this gateway, and its pull pool, if any."""
 
     id: str
     pool: PullPool
@@ -162,7 +162,7 @@ class PrefillPublisher:
         await self._broker.ask(f"{self._subject}.{CLAIM}", question, _ANSWER_S)
 
     async def _restore(self) -> None:
-        """Publish again what waits and the broker lost, or has below the workers' ack floor."""
+        """Republish waiting prompts that the broker lost, or below the ack floor."""
         waiting = [
             pair for pair in self._pending.items() if pair[1].copies and self._is_unclaimed(*pair)
         ]
@@ -184,7 +184,7 @@ class PrefillPublisher:
                 await self._publish(pending)
 
     async def _look_for_pullers(self) -> None:
-        """Ask which workers pull, count their backlog, end what nobody pulls twice in a row."""
+        """Poll pullers and backlog; end prompts without a puller twice in a row."""
         workers = self._workers()
         self._pulling = dict(zip(workers, await self._ask_pullers(workers), strict=True))
         self._update_workers(time.monotonic_ns())
@@ -356,7 +356,7 @@ class PrefillPublisher:
                 self._delete(pending)
 
     def _delete(self, pending: _Pending) -> None:
-        """Have the broker forget a prompt; else who pulls it is told that it is gone."""
+        """Delete a prompt at the broker; a puller would be told it is gone."""
 
         async def delete() -> None:
             with suppress(BrokerUnavailable):
@@ -392,7 +392,7 @@ class NatsPrefillQueue:
 
     @property
     def length(self) -> int:
-        """Prompts of all gateways that wait, or are claimed."""
+        """Waiting and claimed prompts of all gateways."""
         return self._publisher.length
 
     async def run(self) -> None:

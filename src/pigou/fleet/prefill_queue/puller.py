@@ -61,7 +61,7 @@ class PrefillPuller:
         self._stopping = False
 
     def stop(self) -> None:
-        """Pull nothing more; `run` ends once what was pulled is computed."""
+        """Stop pulling; `run` ends once pulled prompts are computed."""
         self._stopping = True
 
     async def run(self) -> None:
@@ -114,7 +114,7 @@ class PrefillPuller:
             task.add_done_callback(self._tasks.discard)
 
     async def _may_begin(self, message: Msg, prompt: QueuedPrefill) -> bool:
-        """Ask the gateway whether this worker is to compute a prompt; else let go of it."""
+        """Ask the gateway for the claim; release the prompt if refused."""
         delivery = message.metadata.num_delivered or 1
         question = ClaimQuestion(prompt.request, prompt.incarnation, self._worker, delivery)
         try:
@@ -181,7 +181,7 @@ _END_S = 1.0
 
 
 class PullingWorker:
-    """Pulls prompts while its worker serves; a worker's `Registrar`, which may wrap another."""
+    """Registrar that pulls prompts while its worker serves; may wrap another."""
 
     def __init__(
         self, address: QueueAddress, secret: FleetSecret | None, other: Registrar | None = None
@@ -210,7 +210,7 @@ class PullingWorker:
         self._task = Background().start("prefill queue", puller.run)
 
     async def draining(self) -> None:
-        """Pull nothing more, and compute what was pulled."""
+        """Stop pulling, and compute pulled prompts."""
         if self._puller is not None:
             self._puller.stop()
         if self._other is not None:

@@ -54,7 +54,7 @@ class WorkerActor:
         return await process.exited(), process.code or 0
 
     async def stop(self, drain_s: float) -> None:
-        """End the process, by force after so many seconds."""
+        """Terminate the process; kill it after the limit."""
         process, self._process = self._process, None
         if process is not None:
             await process.stop(drain_s)
@@ -196,7 +196,7 @@ class RayCluster:
         self._own = True
 
     async def nodes(self) -> list[Node]:
-        """Return the nodes that are alive; `gpus` counts what the workers are placed by."""
+        """Return live nodes; `gpus` counts the placement resource."""
         import ray
 
         rows = [row for row in await asyncio.to_thread(ray.nodes) if row["Alive"]]
@@ -220,7 +220,7 @@ class RayCluster:
         return nodes
 
     async def reserve(self, hosts: Sequence[str]) -> list[Bundle]:
-        """Reserve a worker's resources on each host, which may repeat, or raise FleetError."""
+        """Reserve a worker's bundles on hosts; raises FleetError."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
         selectors = [{_NODE_ID: self._node_ids[host]} for host in hosts]
@@ -277,7 +277,7 @@ class RayCluster:
             bundle.actor = None
 
     def give_back(self, bundle: Bundle) -> None:
-        """Give back a bundle that is a group of its own; those of the start stay together."""
+        """Release a bundle of its own group; the start's stay together."""
         from ray.util.placement_group import remove_placement_group
 
         if len(bundle.group.bundle_specs) == 1 and bundle.group in self._groups:
@@ -285,7 +285,7 @@ class RayCluster:
             remove_placement_group(bundle.group)
 
     async def close(self) -> None:
-        """Give back all that was reserved; actors end with their group."""
+        """Release all reservations, which ends their actors."""
         import ray
         from ray.util.placement_group import remove_placement_group
 

@@ -48,7 +48,7 @@ class Placer:
         self._lost: dict[str, Role] = {}
 
     def begin(self, nodes: Sequence[Node], workers: Mapping[str, Role]) -> None:
-        """Place the workers that a fleet begins with. Raises FleetError."""
+        """Place the initial workers; raises FleetError."""
         self._scheduler = GangScheduler(nodes)
         if warning := label_warning(nodes):
             _log.warning("%s", warning)
@@ -73,7 +73,7 @@ class Placer:
             )
 
     def update(self, nodes: Sequence[Node]) -> None:
-        """Take in which nodes are there now."""
+        """Update the live nodes."""
         now, before = {node.host: node for node in nodes}, dict(self._scheduler.nodes)
         for host in before.keys() - now.keys():
             _log.warning("node %s is lost", host)
@@ -137,10 +137,7 @@ _ROOM = 16
 
 
 class RayProvider(LocalProvider):
-    """Starts worker processes in actors of a Ray cluster.
-
-    The first workers share one placement group: all start, or none. Later ones have their own.
-    """
+    """Starts worker processes in Ray actors; the first share a placement group: all or none."""
 
     kind: ClassVar[str] = "ray"
 
@@ -157,7 +154,7 @@ class RayProvider(LocalProvider):
 
     @property
     def room(self) -> int | None:
-        """Sixteen workers, or those that the fleet began with: a cluster tells no end."""
+        """Sixteen workers, or the initial ones if more."""
         return max(_ROOM, self._rooms.total())
 
     def start_refusal(self, pool: str) -> str:
@@ -167,7 +164,7 @@ class RayProvider(LocalProvider):
         return self._placer.refusal(Role(pool.partition(".")[0]))
 
     def flipped(self, member: Member) -> None:
-        """A member is in another pool, which is there from now on."""
+        """Note a member's new pool."""
         super().flipped(member)
         self._placer.flip(member.id, member.role)
 
@@ -180,7 +177,7 @@ class RayProvider(LocalProvider):
             self.cluster.give_back(bundle)
 
     async def close(self) -> None:
-        """Give back what the fleet has of the cluster."""
+        """Release the cluster's resources."""
         await self.cluster.close()
 
     async def locate(self, member: Member) -> tuple[Bundle, Location]:

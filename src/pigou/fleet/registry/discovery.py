@@ -36,7 +36,7 @@ class WorkerRegistered(msgspec.Struct, frozen=True, tag=True):
 
 
 class EntryChanged(msgspec.Struct, frozen=True, tag=True):
-    """A worker that is used has a newer epoch: its role, or that it drains."""
+    """A used worker has a newer epoch: new role, or draining."""
 
     entry: WorkerEntry
 
@@ -104,7 +104,7 @@ class RegistryView:
 
     @property
     def suspects(self) -> tuple[Identity, ...]:
-        """Workers that get nothing new."""
+        """Suspected workers, not routed to."""
         return tuple(identity for identity, known in self._known.items() if known.why)
 
     def entry(self, identity: Identity) -> WorkerEntry | None:
@@ -125,7 +125,7 @@ class RegistryView:
         return now >= self._relist_ns
 
     def probes(self, now: int) -> list[ViewEffect]:
-        """Return the probes that are due; each is under way until `probed`."""
+        """Return due probes, under way until `probed`."""
         wanted: list[ViewEffect] = []
         for known in self._known.values():
             if known.why and known.probe_ns is not None and now >= known.probe_ns:
@@ -141,7 +141,7 @@ class RegistryView:
     # --- what was seen ------------------------------------------------------------------------
 
     def unavailable(self, now: int, why: str) -> None:
-        """Note that the registry did not answer: the view stays, and is stale."""
+        """Mark the view stale after a failed read."""
         self._failures += 1
         self.outages += not self.stale
         self.stale, self.why_stale = True, why
@@ -171,7 +171,7 @@ class RegistryView:
         return effects
 
     def probed(self, now: int, identity: Identity, *, lives: bool) -> list[ViewEffect]:
-        """Note what a direct probe said; return what follows."""
+        """Record a direct probe's result; return what follows."""
         known = self._known.get(identity)
         if known is None:
             return []
@@ -223,7 +223,7 @@ _RELIST_S, _WATCH_AGAIN_S = 5.0, 1.0
 
 
 class Discovery:
-    """Reads the registry, and applies what follows for the fleet; `probe` asks a worker itself."""
+    """Reads the registry and updates the fleet; `probe` asks a worker directly."""
 
     def __init__(
         self,
@@ -264,7 +264,7 @@ class Discovery:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def status(self) -> RegistryStatus:
-        """Return what is shown of the registry."""
+        """Return the registry's status."""
         view, read_ns = self.view, self._read_ns
         age_s = None if read_ns is None else round((time.monotonic_ns() - read_ns) / SECOND, 3)
         return RegistryStatus(
@@ -274,12 +274,12 @@ class Discovery:
         )  # fmt: skip
 
     def wake(self) -> None:
-        """Note that the registry has changed."""
+        """Ask for a snapshot."""
         self.view.wake(time.monotonic_ns())
         self._wake.set()
 
     async def _watch(self) -> None:
-        """Wait for events; a watch that ends is begun anew, and what it missed is read."""
+        """Watch for events; restart a watch that ends, after a read."""
         while True:
             try:
                 await self._registry.watch(self.wake)

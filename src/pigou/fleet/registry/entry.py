@@ -28,7 +28,7 @@ LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 
 
 class Identity(NamedTuple):
-    """Who a worker is: never its address, which another one may get later."""
+    """A worker's identity; addresses may be reused."""
 
     worker: str
     incarnation: str

@@ -28,7 +28,7 @@ _OPTIONS = {
 
 
 class EtcdStore:
-    """Records below a prefix; a record ends with its lease, and etcd tells of it."""
+    """Records below an etcd prefix, on etcd leases."""
 
     def __init__(
         self, host: str, port: int, prefix: str, user: str | None = None,
@@ -84,7 +84,7 @@ class EtcdStore:
         return key.removeprefix(self._prefix).decode("utf-8", "replace")
 
     async def put(self, key: str, value: bytes, ttl_s: float, replaces: Record | None) -> None:
-        """Write a record on the lease of the one that it replaces, else on a new one."""
+        """Write a record, on the lease of the replaced one."""
         async with _calls():
             lease = 0 if replaces is None else replaces.lease
             new = not lease
@@ -110,7 +110,7 @@ class EtcdStore:
             raise WriteConflict(f"the lease of {key} has ended")
 
     async def delete(self, key: str, record: Record) -> None:
-        """Remove a record that is still the one that was read."""
+        """Delete a record if it is unchanged."""
         async with _calls():
             name, write = self._key(key), self._client.transactions
             removed, _ = await self._client.transaction(

@@ -73,7 +73,7 @@ class FileStore:
         return await self._off_loop(self._list)
 
     async def put(self, key: str, value: bytes, ttl_s: float, replaces: Record | None) -> None:
-        """Write a record in place of the one that was read."""
+        """Replace a record if it is unchanged."""
 
         def write() -> None:
             with self._locked():
@@ -96,7 +96,7 @@ class FileStore:
         await self._off_loop(write)
 
     async def delete(self, key: str, record: Record) -> None:
-        """Remove a record that is still the one that was read."""
+        """Delete a record if it is unchanged."""
 
         def remove() -> None:
             with self._locked(), suppress(WriteConflict):
@@ -106,7 +106,7 @@ class FileStore:
         await self._off_loop(remove)
 
     async def watch(self, wake: Callable[[], None]) -> None:
-        """Call `wake` after changes, which are looked for four times a second."""
+        """Call `wake` after changes, polled four times a second."""
         before = await self.records()
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -165,7 +165,7 @@ class FileStore:
         return False
 
     def _checked(self, key: str, wanted: Record | None) -> _File | None:
-        """Return what is there, which must be what is wanted; the folder is locked."""
+        """Return the current file if it is the wanted one."""
         try:
             file = self._read(key)
         except ValueError:  # as `get`
@@ -204,7 +204,7 @@ class FileStore:
 
     @contextmanager
     def _locked(self, wait_s: float = _LOCK_S) -> Iterator[None]:
-        """Be the only writer; the lock ends with the process that has it."""
+        """Hold the folder's lock; it ends with the process."""
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / _LOCK
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

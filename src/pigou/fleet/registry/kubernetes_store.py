@@ -58,7 +58,7 @@ class KubernetesStore:
         return record if isinstance(record, Record) else None
 
     async def records(self) -> Mapping[str, Record | str]:
-        """Return all live records, and why a ready pod that should have one has none."""
+        """Return live records, and reasons for ready pods without one."""
         async with _calls():
             pods = await self._api.list("Pod", self._namespace, self._selector)
         records = {_name(pod): self._record(pod) for pod in pods}
@@ -72,7 +72,7 @@ class KubernetesStore:
             await self._annotate(pod, wanted)
 
     async def renew(self, key: str, record: Record, ttl_s: float) -> None:  # noqa: ARG002
-        """Check that a record is there: the kubelet's probes renew it."""
+        """Check that a record exists: the kubelet's probes renew it."""
         await self._expected(key, record)
 
     async def delete(self, key: str, record: Record) -> None:
@@ -152,7 +152,7 @@ class KubernetesStore:
         return None
 
     async def _expected(self, key: str, record: Record | None) -> Pod:
-        """Return a pod, which still has the record that was read."""
+        """Return a pod whose record is unchanged."""
         pod = await self._pod(key)
         if pod is None:
             raise RegistryUnavailable(
@@ -163,7 +163,7 @@ class KubernetesStore:
         return pod
 
     async def _annotate(self, pod: Pod, annotations: Mapping[str, str | None]) -> None:
-        """Change annotations of a pod that nobody has changed since it was read."""
+        """Patch a pod's annotations if it is unchanged."""
         meta = pod["metadata"]
         keep = {name: meta[name] for name in ("name", "namespace", "resourceVersion")}
         changed = {"kind": "Pod", "metadata": {**keep, "annotations": annotations}}
@@ -178,7 +178,7 @@ class KubernetesStore:
 
 @asynccontextmanager
 async def _calls() -> AsyncIterator[None]:
-    """Turn what the client raises, also of foreign answers, into the store's error."""
+    """Convert the client's errors into the store's."""
     try:
         yield
     except (KubernetesError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -198,7 +198,7 @@ def _restarts(pod: Pod) -> int:
 
 
 def _gpus(annotations: Mapping[str, str], spec: Pod) -> int:
-    """Return the GPUs of a worker as the operator notes them, or those of its pod's containers."""
+    """Return a worker's GPUs, by the operator's note or its containers."""
     if (noted := annotations.get(GPUS, "")).isdecimal():
         return int(noted)
     limits = (

@@ -74,7 +74,7 @@ class NatsStore:
             return {} if bucket is None else await self._all(client, bucket)
 
     async def put(self, key: str, value: bytes, ttl_s: float, replaces: Record | None) -> None:
-        """Write a record in place of the one that was read."""
+        """Replace a record if it is unchanged."""
         async with self._calls() as client:
             bucket = await self._open(client) or await self._make(client, ttl_s)
             sequence = 0 if replaces is None else int(replaces.revision)
@@ -89,7 +89,7 @@ class NatsStore:
         await self.put(key, record.value, ttl_s, record)
 
     async def delete(self, key: str, record: Record) -> None:
-        """Remove a record that is still the one that was read."""
+        """Delete a record if it is unchanged."""
         headers = {KV_OP: KV_PURGE, Header.ROLLUP.value: MSG_ROLLUP_SUBJECT}
         async with self._calls() as client:
             with suppress(WriteConflict):

@@ -24,11 +24,11 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class RegistryUnavailable(OSError):
-    """The registry does not answer; what it held may still be there."""
+    """The registry does not answer; its records may persist."""
 
 
 class WriteConflict(RuntimeError):
-    """The record is not what a write was to replace: read it again."""
+    """The record has changed since it was read."""
 
 
 class RecordStore(Protocol):
@@ -42,7 +42,7 @@ class RecordStore(Protocol):
         ...
 
     async def records(self) -> Mapping[str, Record | str]:
-        """Return all live records, and why anything else that is there is none."""
+        """Return live records, and reasons for malformed ones."""
         ...
 
     async def put(self, key: str, value: bytes, ttl_s: float, replaces: Record | None) -> None:
@@ -58,11 +58,11 @@ class RecordStore(Protocol):
         ...
 
     async def watch(self, wake: Callable[[], None]) -> None:
-        """Call `wake` after changes, some of which may be missed, until cancelled."""
+        """Call `wake` after changes, until cancelled; some may be missed."""
         ...
 
     async def close(self) -> None:
-        """Free what the store uses; its records stay until their leases expire."""
+        """Close the store; records live until their leases expire."""
         ...
 
 
@@ -97,7 +97,7 @@ class MemoryStore:
         return {key: record for key, (record, _) in self._records.items()}
 
     async def put(self, key: str, value: bytes, ttl_s: float, replaces: Record | None) -> None:
-        """Write a record in place of the one that was read."""
+        """Replace a record if it is unchanged."""
         self._check(key, await self.get(key), replaces)
         self._writes += 1
         record = Record(value, str(self._writes))
@@ -110,7 +110,7 @@ class MemoryStore:
         self._records[key] = record, self._clock() + round(ttl_s * SECOND)
 
     async def delete(self, key: str, record: Record) -> None:
-        """Remove a record that is still the one that was read."""
+        """Delete a record if it is unchanged."""
         if await self.get(key) == record:
             del self._records[key]
             await self._tell()

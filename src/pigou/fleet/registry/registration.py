@@ -133,7 +133,7 @@ class LeaseKeeper:
         self._due_ns = now + max(0, self._expires_ns - now) // 2
 
     def failed(self, now: int) -> None:
-        """Note that a call was not answered, or refused for now."""
+        """Note a failed or refused call."""
         self._failures += 1
         wait_ns = self._backoff.wait_ns(self._failures, self._rng)
         if self.registered and now < self._expires_ns:
@@ -142,7 +142,7 @@ class LeaseKeeper:
         self._due_ns = now + wait_ns
 
     def lost(self, now: int) -> None:
-        """Note that the worker is unknown there: it registers again, at a random time soon."""
+        """Note a lost lease; re-register soon, at a random time."""
         self.lapses += self.registered
         self.registered = False
         self._due_ns = now + round(self._backoff.min_s * SECOND * self._rng.random())
@@ -231,7 +231,7 @@ class Registration:
             self._take(entry)
 
     def _take(self, entry: WorkerEntry) -> None:
-        """Take over what somebody else wrote; what is newer here is written."""
+        """Merge another writer's entry; newer fields here win."""
         own = self.entry
         if entry.epoch < own.epoch:  # changed here while the call was under way
             self.keeper.lost(time.monotonic_ns())
@@ -273,7 +273,7 @@ class WorkerRegistrar:
         self._task = Background().start("registration", run)
 
     async def draining(self) -> None:
-        """Say that the worker takes nothing new."""
+        """Publish that the worker is draining."""
         if self._registration is not None and not self._registration.entry.draining:
             await self._registration.change(draining=True)
 

@@ -158,7 +158,7 @@ class Registry:
         return entry
 
     def _ignore(self, key: str, why: str, reasons: set[str] | None) -> None:
-        """Tell once of each kind of what is ignored, not at each look."""
+        """Log each kind of ignored record once."""
         kind = re.sub(r"\d+", "N", why)
         if reasons is not None:
             reasons.add(kind)
@@ -170,7 +170,7 @@ class Registry:
 def _registered(
     record: Record | None, current: WorkerEntry | None, entry: WorkerEntry
 ) -> tuple[Record, WorkerEntry]:
-    """Return what is registered of an entry's incarnation. Raises LeaseLost, EntryConflict."""
+    """Return the registered incarnation; raises LeaseLost or EntryConflict."""
     if record is None or current is None:
         raise LeaseLost(f"{entry.identity} is not registered")
     _check_incarnation(current, entry)

@@ -15,7 +15,7 @@ from pigou.request import Location, Role
 
 
 class ServerSource:
-    """Uses one server that somebody else runs; with an `entry`, while it is that incarnation."""
+    """Source of one running server; with an `entry`, of that incarnation."""
 
     starts = False
 
@@ -25,7 +25,7 @@ class ServerSource:
         self._entry = entry
 
     def member(self, setup: MemberSetup) -> Member:
-        """Return the member that uses it."""
+        """Return its member."""
         spec = self.spec
         member = Member(spec.id, spec.role, setup, self)
         member.location = Location(spec.host, spec.rack, spec.zone)
@@ -100,7 +100,7 @@ class AttachedProvider(Provider):
 
     @property
     def pools(self) -> Sequence[ProvidedPool]:
-        """One pool for each role that a server has now, and each model."""
+        """Pools by role and model of the servers."""
         members = [member for member, _ in self._members.values()]
         pairs = {(member.role, member.model) for member in members}
         return [

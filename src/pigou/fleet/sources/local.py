@@ -40,7 +40,7 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
         arguments: Sequence[str] = (),
         pool: ModelPoolConfig | None = None,
     ) -> WorkerTemplate:
-        """Return the template of a fleet, or of one of its models."""
+        """Return the worker template of a fleet or model."""
         # On the other machines of a cluster one thread, unless more are asked for.
         threads = threads_each(sum(config.counts)) if config.ray is None else 1
         device = config.device if pool is None else pool.device or config.device
@@ -56,7 +56,7 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
     def of_models(
         cls, config: WorkersConfig, arguments: Sequence[str] = ()
     ) -> list[WorkerTemplate]:
-        """Return the templates of a fleet, one for each model that is started here."""
+        """Return a worker template for each locally started model."""
         if not config.model_pool:
             return [cls.of(config, arguments)]
         return [cls.of(config, arguments, pool) for pool in config.model_pool if pool.model]
@@ -84,7 +84,7 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
 def start_workers(
     templates: Sequence[WorkerTemplate], counts: Mapping[str, tuple[int, int, int]]
 ) -> list[LocalWorker]:
-    """Return the local workers that a fleet begins with; counts are by model, each (P, D, both)."""
+    """Return the initial local workers; counts are by model, (P, D, both)."""
     numbers, workers = Counter[Role](), list[LocalWorker]()
     for template in templates:
         prefill, decode, both = counts[template.model]
@@ -103,7 +103,7 @@ def sleeps(arguments: Sequence[str]) -> bool:
 
 
 def _apart(arguments: Sequence[str], name: str) -> list[str]:
-    """Return the arguments with a place of its own for each tier of the worker `name`."""
+    """Return the arguments, with separate tier paths for `name`."""
     own_arguments: list[str] = []
     for argument in arguments:
         option, equals, tier = argument.partition("=")
@@ -117,7 +117,7 @@ def _apart(arguments: Sequence[str], name: str) -> list[str]:
 
 
 def threads_each(workers: int) -> int:
-    """Return compute threads for each of so many workers, so that together they fill the cores."""
+    """Return compute threads per worker, so that together they fill the cores."""
     return max(1, len(os.sched_getaffinity(0)) // max(1, workers))
 
 
@@ -137,7 +137,7 @@ def machine_room(templates: Sequence[WorkerTemplate]) -> int:
 
 
 def threads_of(arguments: Sequence[str]) -> int:
-    """Return the compute threads that a worker is told to use; 1 where it is told nothing."""
+    """Return a worker's compute threads by its arguments; 1 by default."""
     given = [value for name, value in pairwise(arguments) if name == "--threads"]
     given += [text.partition("=")[2] for text in arguments if text.startswith("--threads=")]
     return max(int(given[-1]), 1) if given and given[-1].isdecimal() else 1
@@ -219,18 +219,18 @@ class LocalProvider(Provider):
         self._start_up_s: dict[str, float] = {}
 
     def adopt(self, spec: LocalWorker) -> Member:
-        """Return the member of a worker that the fleet begins with."""
+        """Return the member of an initial worker."""
         self._rooms[spec.device] += 1
         return self._make(spec)
 
     @property
     def room(self) -> int | None:
-        """Workers that this machine has cores for, or those that the fleet began with."""
+        """Workers by cores, or the initial ones if more."""
         return max(machine_room(list(self._templates.values())), self._rooms.total())
 
     @property
     def pools(self) -> Sequence[ProvidedPool]:
-        """One pool for each role, and model, that a worker has or had."""
+        """Pools by role and model, past ones included."""
         models = dict.fromkeys((*self._templates, *sorted(model for _, model in self._pools)))
         return [
             ProvidedPool(name=name, role=role, start_up_s=self._start_up(name), model=model)
@@ -272,7 +272,7 @@ class LocalProvider(Provider):
         return self._make(template.worker(role, self._numbers[role], device))
 
     def flipped(self, member: Member) -> None:
-        """A member is in another pool, which is there from now on."""
+        """Note a member's new pool."""
         self._pools.add((member.role, member.model))
 
     def discard(self, member: Member) -> None:
@@ -291,7 +291,7 @@ class LocalProvider(Provider):
         return ProcessSource(spec)
 
     def device(self, member: Member) -> str:
-        """Return what a member computes on: cpu, cuda or cuda:N."""
+        """Return a member's device: cpu, cuda or cuda:N."""
         return self._members[member.id][1]
 
     def _device(self, template: WorkerTemplate) -> str | None:
@@ -304,7 +304,7 @@ class LocalProvider(Provider):
         return min(free, key=lambda device: used[device], default=None)
 
     def _start_up(self, pool: str) -> float | None:
-        """Return the median seconds of the last starts of its workers; None before one."""
+        """Return a pool's median start-up seconds, or None."""
         seconds = [
             member.start_up_s
             for member, _ in self._members.values()

@@ -38,7 +38,7 @@ _WRITE_S, _RETRY_S = 5.0, 1.0
 
 
 async def lives(entry: WorkerEntry, secret: FleetSecret | None) -> bool:
-    """Ask a worker itself whether it lives, as that incarnation."""
+    """Probe whether a worker lives, as that incarnation."""
     key = "" if secret is None else await fleet_key(entry.url, secret, _PROBE_S)
     try:
         check_incarnation(entry, await probe(entry.url, key, _PROBE_S))
@@ -54,7 +54,7 @@ class FollowedFleet(Protocol):
         """Start a member."""
 
     def drain(self, member: Member, limit_s: float | None = None) -> None:
-        """Let a member end what it has, then go."""
+        """Drain a member, then remove it."""
 
     def flip(self, member: Member, role: Role, pool: str, limit_s: float | None = None) -> None:
         """Let a member drain, then serve in another role."""
@@ -63,7 +63,7 @@ class FollowedFleet(Protocol):
         """Let a member go at once."""
 
     def member(self, id: str) -> Member | None:
-        """Return a member that is not gone."""
+        """Return a live member."""
 
 
 class RegistryProvider(Provider):
@@ -99,14 +99,14 @@ class RegistryProvider(Provider):
             await self._registry.close()
 
     def status(self) -> RegistryStatus:
-        """Return what is shown of the registry."""
+        """Return the registry's status."""
         return self.discovery.status()
 
     # --- as a provider ------------------------------------------------------------------------
 
     @property
     def pools(self) -> Sequence[ProvidedPool]:
-        """One pool for each role that a worker has now, as wide as its widest one."""
+        """Pools by role of live workers, sized by the widest one."""
         gpus: dict[tuple[Role, str], int] = {}
         for member in self._members.values():
             pool, entry = (member.role, member.model), self._entries[member.id]
@@ -123,7 +123,7 @@ class RegistryProvider(Provider):
             self._order(entry, role=member.role)
 
     def discard(self, member: Member) -> None:
-        """A worker is let go: one that is still registered ends by itself."""
+        """Release a worker; a registered one ends by itself."""
         entry = self._entries.pop(member.id, None)
         if entry is None:
             return
