@@ -92,11 +92,7 @@ def _fair_shares(
 def to_move(
     state: FleetState, max_streams: NDArray[np.int64], new: str
 ) -> list[tuple[RoutedRequest, str]]:
-    """Return the requests without a token to move to a new worker, and their present worker.
-
-    Each worker keeps its current prompt and its share, in proportion to streams, (workers,).
-    Requests sent last move first.
-    """
+    """Return requests without a token, last sent first, that a new worker should take over."""
     columns, own = state.columns, state.row[new]
     moves: list[tuple[RoutedRequest, str]] = []
     stages = (

@@ -1,4 +1,4 @@
-"""A client's request: what was parsed of it, and its run through the fleet."""
+"""A client's request: the parsed body, and its run through the fleet."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class RequestedStreamOptions(msgspec.Struct):
 
 
 class RequestedFormat(msgspec.Struct):
-    """`response_format`, as far as it matters here."""
+    """Relevant part of `response_format`."""
 
     type: str = "text"
 
 
 class BodyFields(msgspec.Struct):
-    """A body of either route; `None` means that a field was not given."""
+    """Body of either route; `None` for absent fields."""
 
     model: str | None = None
     stream: bool | None = None
@@ -88,7 +88,7 @@ class BodyFields(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """A request as its client sent it: body and headers, checked."""
+    """A client's request: checked body and headers."""
 
     id: str  # unique among the gateway's requests
     wire_id: str  # `X-Request-Id` of both legs, from which workers make the reply's id
@@ -125,29 +125,29 @@ class ParsedRequest:
 
     @property
     def token_limit(self) -> int:
-        """Most tokens that a worker may send, all choices together; 0 where nobody said."""
+        """Maximum of tokens of all choices together; 0 if unknown."""
         wanted = self.fields.max_completion_tokens
         wanted = self.fields.max_tokens if wanted is None else wanted
         return max(1, wanted) * self.sequences if wanted else 0
 
     @property
     def path(self) -> str:
-        """The route it came to."""
+        """Route of the request."""
         return CHAT if self.chat else COMPLETIONS
 
     @property
     def own_seed(self) -> int:
-        """Seed where the client gave none: the same in every attempt."""
+        """Seed if the client gave none: the same in every attempt."""
         return int(self.id, 16) & 0x7FFF_FFFF_FFFF_FFFF
 
     def left_ms(self, now: int) -> int:
-        """Return the milliseconds until its deadline at `now` (the gateway's clock), at least 0."""
+        """Return the milliseconds to its deadline at `now` (gateway's clock), at least 0."""
         return max(0, (self.deadline_ms or 0) - (now - self.arrival) // _MILLISECOND)
 
 
 @dataclass(slots=True)
 class RequestStats:
-    """Tokens, times and worker of a request so far, all its sequences together."""
+    """Tokens, times and worker of a request so far, over all sequences."""
 
     first_token: int = 0  # when it was passed on, in nanoseconds of the gateway's clock; 0 before
     prompt_tokens: int = 0  # tokens of all prompts; 0 while unknown
@@ -156,14 +156,14 @@ class RequestStats:
     finish_reasons: tuple[str, ...] = ()  # of ended sequences; only if traced
 
     def add(self, prompt_tokens: int, completion_tokens: int) -> None:
-        """Add what a sequence got."""
+        """Add a sequence's totals."""
         self.prompt_tokens += prompt_tokens
         self.completion_tokens += completion_tokens
 
 
 @dataclass(slots=True, kw_only=True)
 class GatewayRun:
-    """A request on its way through the fleet, or one sequence of it."""
+    """A request, or one of its sequences, on its way through the fleet."""
 
     parsed: ParsedRequest
     body: Body = field(repr=False)  # with token ids of the prompt once they are known
@@ -188,30 +188,30 @@ class GatewayRun:
 
     @classmethod
     def of(cls, parsed: ParsedRequest, **shared: Any) -> GatewayRun:
-        """Return the run of a request that was just parsed."""
+        """Return the run of a parsed request."""
         return cls(parsed=parsed, body=parsed.body, prompt_tokens=parsed.prompt_tokens, **shared)
 
     @property
     def load(self) -> tuple[int, int]:
-        """Its sequences, and the tokens of each, prompt and output."""
+        """Number of sequences, and tokens of each, prompt and output."""
         parsed = self.parsed
         return parsed.sequences, self.prompt_tokens // len(parsed.prompts) + parsed.max_tokens
 
     @property
     def outgoing(self) -> str:
-        """Header lines that say to which trace what a worker does now belongs; may be empty."""
+        """Trace context as header lines for workers; may be empty."""
         return header_lines(self.trace_headers) if self.trace is None else self.trace.outgoing
 
     @property
     def traceparent(self) -> str:
-        """The same as the value of a header, where there are no lines."""
+        """Trace context as a header value."""
         if self.trace is None:
             return self.trace_headers.get(TRACEPARENT, "")
         return self.trace.context.header(self.trace.leg_id)
 
     @property
     def trace_id(self) -> str:
-        """Id of its trace; empty where it is not traced."""
+        """Trace id; empty without a trace."""
         return "" if self.trace is None else self.trace.context.trace_id
 
     def request(self, generated: int = 0, eligible: frozenset[str] = frozenset()) -> Request:
@@ -268,7 +268,7 @@ class MeteredRun:
         self._ended: MeteredRequest | None = None
 
     def begun(self, worker: str, uncached: int | None) -> None:
-        """Note the first token, and what the worker that computed the prompt had to compute."""
+        """Record the first token, and the uncached prompt tokens."""
         self.first_token_ns = self.first_token_ns or time.monotonic_ns()
         if self.computed is None and uncached is not None and not self.moves:
             at_ns = self.computed_ns or self.first_token_ns
@@ -276,12 +276,12 @@ class MeteredRun:
 
     @property
     def is_over(self) -> bool:
-        """True once it has ended."""
+        """True after its end."""
         return self._ended is not None
 
     @property
     def tokens(self) -> int:
-        """Tokens that it got so far."""
+        """Tokens received so far."""
         if self._ended is not None:
             return self._ended.output_tokens
         if self.relays:
@@ -299,14 +299,14 @@ class MeteredRun:
         return self._run.prompt_tokens + self.tokens
 
     def name(self, objectives: Objectives, model: str) -> str:
-        """Return the name of its class."""
+        """Return its workload class."""
         if self._ended is not None:
             return self._ended.workload
         run = self._run
         return objectives.name_of(run.parsed.tenant, run.prompt_tokens, self._headers, model)
 
     def end(self, now: int, objectives: Objectives, model: str, *, done: bool) -> MeteredRequest:
-        """Note the end; return it as a window counts it."""
+        """Record the end; return its record for a window."""
         open_request = self.metered(objectives, model)
         self._ended = open_request._replace(
             ended_ns=now, is_done=done,
@@ -317,13 +317,13 @@ class MeteredRun:
         return self._ended
 
     def fresh_tokens(self) -> int:
-        """Return the tokens that it got since this was asked last."""
+        """Return the tokens since the last call."""
         tokens, counted = self.tokens, self._counted
         self._counted = tokens
         return tokens - counted
 
     def metered(self, objectives: Objectives, model: str) -> MeteredRequest:
-        """Return it as a planner's window counts it."""
+        """Return its record for a planner's window."""
         if self._ended is not None:
             return self._ended
         run = self._run
@@ -334,7 +334,7 @@ class MeteredRun:
         )  # fmt: skip
 
     def _is_inside(self, slo: Slo | None, now: int) -> bool:
-        """True if it ends inside its objective; a whole reply by the time a stream may take."""
+        """True if it met its objective; whole replies by a stream's time."""
         run, itl_ns = self._run, self._itl_ns()
         if slo is None:
             return True

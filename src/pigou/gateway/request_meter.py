@@ -1,4 +1,4 @@
-"""The request meter: what clients offered and what they got, by workload class."""
+"""Request meter: offered load and attainment, by workload class."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RequestMeter:
 
     @contextmanager
     def metering(self, run: GatewayRun, headers: Mapping[str, str]) -> Iterator[None]:
-        """Within it, a request is served; what it raises says how it ended."""
+        """Meter a request by the exception that ended it (context)."""
         named = {name: headers[name] for name in self._header_names if name in headers}
         metered = run.metered = MeteredRun(run, named)
         self._open[run.parsed.id] = metered
@@ -95,7 +95,7 @@ class RequestMeter:
             self._recent.append((now, ended.workload, ended.is_attained))
 
     def _forget_work(self, now: int) -> None:
-        """Let what tenants asked for fade; a tenant that is silent for long is forgotten."""
+        """Decay tenants' work, and forget silent tenants."""
         if now - self._work_ns < SECOND:
             return
         keep = 0.5 ** ((now - self._work_ns) / _WORK_HALF_LIFE_NS)
@@ -103,7 +103,7 @@ class RequestMeter:
         self._work_ns = now
 
     def work_by_tenant(self) -> dict[str, float]:
-        """Return prompt and output tokens that each tenant asked for lately, open requests too."""
+        """Return recent prompt and output tokens by tenant, open requests included."""
         self._forget_work(time.monotonic_ns())
         work = dict(self._work)
         for metered in self._open.values():
@@ -111,14 +111,14 @@ class RequestMeter:
         return work
 
     def class_of(self, request: Request) -> str:
-        """Return the name of the class of a request of the control plane."""
+        """Return a control plane request's class."""
         open_call = self._open.get(request.group or request.id)
         if open_call is not None:
             return open_call.name(self.objectives, self.model())
         return self.objectives.name_of(request.tenant, request.prompt, model=self.model())
 
     def begun(self, run: GatewayRun, worker: str, uncached: int | None) -> None:
-        """Note a first token, of a request that had `uncached` tokens computed."""
+        """Record a first token of a request with `uncached` prompt tokens."""
         metered = run.metered
         if metered is None or metered.first_token_ns or metered.is_over:
             return
@@ -152,7 +152,7 @@ class RequestMeter:
     # --- windows ------------------------------------------------------------------------------
 
     def take(self, queue: Iterable[QueuedRequest]) -> MeteredWindow:
-        """Return the requests since the last call; `queue` has those that wait at the gateway."""
+        """Return the requests since the last call; `queue` has the waiting ones."""
         objectives, model = self.objectives, self.model()
         arrived, self._arrived = self._arrived, []
         first, self._first = self._first, []
@@ -176,7 +176,7 @@ class RequestMeter:
 
 
 def _is_offered(error: APIError | Rejected) -> bool:
-    """True if a request that ended so was the fleet's to serve."""
+    """True if a request with this end counts as offered."""
     return error.status >= 500 or error.status == _TOO_MANY
 
 

@@ -1,4 +1,4 @@
-"""Parses a client's body into a `ParsedRequest`, or an error that names what is wrong."""
+"""Parses a client's body into a `ParsedRequest`, or an error that names the fault."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _raw_list = msgspec.json.Decoder(list[msgspec.Raw] | None)
 
 @dataclass(frozen=True, slots=True)
 class ServerScope:
-    """The gateway's own part of a request's tenure."""
+    """The gateway's part of a request's tenure."""
 
     model: str = ""
     release: str = ""  # the gateway's own; empty for none
@@ -78,13 +78,13 @@ class ServerScope:
 
 
 def digest(text: bytes) -> str:
-    """Return the digest that stands for a long text, 32 hexadecimal digits."""
+    """Return a digest of a long text, 32 hexadecimal digits."""
     return blake2b(text, digest_size=16).hexdigest()
 
 
 @lru_cache(maxsize=4096)
 def salt(tenure: Tenure) -> str:
-    """Return `Tenure.salt`, which few tenures ask for often."""
+    """Return `Tenure.salt`, cached."""
     return tenure.salt()
 
 
@@ -177,7 +177,7 @@ def read(
 
 
 def _prompt_size(prompt: Any) -> tuple[int, int]:
-    """Return how many prompts there are, and the tokens of all."""
+    """Return the number of prompts and their tokens."""
     if isinstance(prompt, str):
         return 1, len(prompt) // _BYTES_PER_TOKEN
     if not isinstance(prompt, list) or not prompt:
@@ -193,7 +193,7 @@ def _prompt_size(prompt: Any) -> tuple[int, int]:
 
 
 def _prompts(prompt: Any) -> tuple[Any, ...]:
-    """Return the one prompt of a request, out of its list if it is in one."""
+    """Return a request's only prompt, unwrapped from a list."""
     is_list = isinstance(prompt, list) and not isinstance(prompt[0], int)
     return (prompt[0] if is_list else prompt,)
 
@@ -207,7 +207,7 @@ def _chat_size(fields: BodyFields) -> int:
 
 
 def _portable(fields: BodyFields, body: Body) -> bool:
-    """True if prompt and tokens so far are all that the rest of the reply depends on."""
+    """True if the reply depends only on the prompt and tokens so far."""
     return body.keys() <= _KNOWN and not (
         fields.stop
         or fields.presence_penalty
@@ -254,7 +254,7 @@ def read_overrides(text: str | None) -> dict[str, float]:
 
 
 def overrides_refused(why: Exception) -> APIError:
-    """Return the error for overrides that the routing policy refuses."""
+    """Return the error for overrides refused by the routing policy."""
     return bad_request(f"{ROUTING_HEADER}: {why}.", ROUTING_HEADER)
 
 

@@ -1,4 +1,4 @@
-"""Startup and shutdown of the gateway: what requests get before a fleet serves, and after."""
+"""Startup and shutdown of the gateway: answers before a fleet serves, and after."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ StageListener = Callable[[str, str], None]
 
 
 class Startup:
-    """Knows the stage of each part of a fleet that starts."""
+    """Tracks the stages of a starting fleet's parts."""
 
     def __init__(self, listener: StageListener | None = None) -> None:
         self.active = False
@@ -25,7 +25,7 @@ class Startup:
         self._listener = listener
 
     def report(self, part: str, stage: str) -> None:
-        """A part came to another stage."""
+        """Record a part's stage."""
         if self.stages.get(part) == stage:
             return
         self.stages[part] = stage
@@ -33,7 +33,7 @@ class Startup:
             self._listener(part, stage)
 
     def check(self, can_serve: bool) -> None:
-        """Refuse a request that would wait for the start: `APIError` 503 with the stages."""
+        """Raise `APIError` 503 with the stages during startup."""
         if not self.active or can_serve:
             return
         stages = "; ".join(f"{part}: {stage}" for part, stage in self.stages.items())
@@ -51,7 +51,7 @@ _SHUTDOWN_RETRY_AFTER_S = 1
 
 
 class Shutdown:
-    """Knows the requests under way, and ends them with an error that they can tell."""
+    """Tracks requests under way, and ends them with an error at shutdown."""
 
     def __init__(self) -> None:
         self.begun = False  # no more requests are taken
@@ -61,7 +61,7 @@ class Shutdown:
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """Within it, the current task serves a request."""
+        """Track the current task's request (context)."""
         task = _current()
         self._tasks[task] = task.cancelling()
         try:
@@ -72,7 +72,7 @@ class Shutdown:
 
     @contextmanager
     def reports_end(self) -> Iterator[None]:
-        """Within it, and within `under_way`, the end comes once as `APIError` 503."""
+        """Raise the end once as `APIError` 503 within `under_way` (context)."""
         if self._over:
             raise _over()
         try:
@@ -85,7 +85,7 @@ class Shutdown:
             raise  # the client is gone
 
     def check_open(self) -> None:
-        """Raise `APIError` 503 when no more requests are taken."""
+        """Raise `APIError` 503 during shutdown."""
         if self.begun:
             raise APIError(
                 503,
@@ -94,13 +94,13 @@ class Shutdown:
             )
 
     async def idle(self, timeout_s: float) -> None:
-        """Wait until nothing is under way, for so many seconds at most."""
+        """Wait until no request is under way, up to a limit in seconds."""
         deadline = time.monotonic() + timeout_s
         while self._tasks and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_S)
 
     def cut(self) -> int:
-        """End what is under way; return how many requests that are."""
+        """Cut the requests under way; return their number."""
         self._over = True
         self._cut = set(self._tasks)
         for task in self._cut:

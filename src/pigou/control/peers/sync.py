@@ -32,11 +32,7 @@ HEARTBEAT_NS = SECOND
 
 
 class PeerPublisher:
-    """Numbers the changes of a ControlPlane's own state.
-
-    Values are absolute, so a later message repairs a lost one. The gateway's name must change with
-    each start.
-    """
+    """Publishes a ControlPlane's changes as absolute values: later ones repair lost ones."""
 
     def __init__(self, gateway: str, plane: ControlPlane) -> None:
         self.gateway, self.seq, self.began_at = gateway, 0, 0
@@ -51,11 +47,7 @@ class PeerPublisher:
     def changes(
         self, now: int, heard: Mapping[str, tuple[int, int]], name: Callable[[str], str] = str
     ) -> PeerState | None:
-        """Return the changes since the last call; None for none, until a heartbeat is due.
-
-        `heard` is as in `PeerState`; `name` maps a worker's id to its shared name, "" if not
-        shared.
-        """
+        """Return changes since the last call or a heartbeat; `name` maps to shared names."""
         workers = self._changed_workers(name)
         services = self._plane.admission.services()
         tenants = tuple(s for s in services if self._tenants.get(s.tenant) != s)

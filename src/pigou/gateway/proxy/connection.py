@@ -36,12 +36,12 @@ class ResponseHead:
 
 
 def parse_cost(data: bytes) -> int:
-    """Return how many bytes without line breaks take as long to parse as these."""
+    """Return the cost of parsing these bytes, in bytes without line breaks."""
     return max(len(data), _BREAK_COST * data.count(b"\r\n"))
 
 
 def parse_head(data: bytes) -> ResponseHead:
-    """Return status and headers, `data` ending before the blank line; raise `ValueError`."""
+    """Parse status and headers, `data` ending before the blank line; raise `ValueError`."""
     first, *lines = data.split(b"\r\n")
     headers = {}
     for line in lines:
@@ -54,7 +54,7 @@ def parse_head(data: bytes) -> ResponseHead:
 
 
 def parse_chunk_size(line: bytes) -> int:
-    """Return a chunk's bytes by its size line; raise `ValueError`."""
+    """Parse a chunk's size line; raise `ValueError`."""
     digits = line.partition(b";")[0].strip()
     if len(digits.lstrip(b"0")) > _MAX_SIZE_DIGITS or not _HEX.fullmatch(digits):
         raise ValueError(f"a chunk of {line[:40]!r} bytes")
@@ -101,7 +101,7 @@ Take = Callable[[bytes], bool]
 
 
 class HTTPConnection(asyncio.Protocol):
-    """One request at a time; `ask`, then `read` until it returns empty bytes."""
+    """A connection for one request at a time: `ask`, then `read` until empty."""
 
     def __init__(self) -> None:
         self.idle_since = 0.0  # when the last response ended, by the event loop's clock
@@ -127,7 +127,7 @@ class HTTPConnection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
 
     async def ask(self, request: bytes) -> ResponseHead:
-        """Send a request; return the head of the answer; raise `HTTPConnectionError`."""
+        """Send a request; return the response head; raise `HTTPConnectionError`."""
         if self._transport is None or self.closed or not self._over() or self._backlog:
             raise HTTPConnectionError("the connection is closed", fresh=True)
         self._phase = _Phase.HEAD
@@ -159,7 +159,7 @@ class HTTPConnection(asyncio.Protocol):
         return data
 
     def abort(self) -> None:
-        """Cut the connection, at once."""
+        """Cut the connection at once."""
         self.closed = self._gone = True
         self._drop_backlog()
         if self._transport is not None:
@@ -218,17 +218,17 @@ class HTTPConnection(asyncio.Protocol):
         self._parse(data)
 
     def _is_flood(self, data: bytes) -> bool:
-        """True if these bytes of a stream are too much for one turn of the event loop."""
+        """True if these bytes are too many for one turn of the event loop."""
         return self._phase is _CHUNKS and self._is_stream and parse_cost(data) > _SLICE
 
     def _put_off(self, data: bytes) -> None:
-        """Add to the backlog; read a slice now, unless one waits for its turn."""
+        """Add to the backlog, and parse a slice unless one is scheduled."""
         self._backlog += data
         if self._next is None:
             self._read_slice()
 
     def _read_slice(self) -> None:
-        """Parse a slice of the backlog now; the rest in later turns, while reading is paused."""
+        """Parse a slice of the backlog, and schedule the rest with reading paused."""
         self._next = None
         data = self._cut()
         if self._backlog:
@@ -291,7 +291,7 @@ class HTTPConnection(asyncio.Protocol):
         self._wake()
 
     def _hand(self, take: Take, body: bytes) -> None:
-        """Let the reader take bytes; wake it when it wants no more, or there is no more."""
+        """Give bytes to the reader, and wake it at the end or when it declines."""
         try:
             goes_on = take(body)
         except Exception as error:
@@ -340,7 +340,7 @@ class HTTPConnection(asyncio.Protocol):
         self._head = head
 
     def _take_body(self, data: bytes) -> bytes:
-        """Return what `data` holds of the body; note its end."""
+        """Return the body bytes in `data`; detect the end."""
         if self._phase is _Phase.SIZED:
             self._left -= len(data)
             if self._left < 0:
@@ -355,7 +355,7 @@ class HTTPConnection(asyncio.Protocol):
         return self._take_chunks(data)
 
     def _take_chunks(self, data: bytes) -> bytes:
-        """Return what `data` has of the chunks' content, also of one that is not whole yet."""
+        """Return the chunk contents in `data`, partial ones included."""
         parts: list[bytes] = []
         at, size = 0, len(data)
         while at < size and self._phase is _CHUNKS:
@@ -383,7 +383,7 @@ class HTTPConnection(asyncio.Protocol):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _take_chunk(self, data: bytes, at: int, parts: list[bytes]) -> int:
-        """Take what there is of a chunk and the line break after it; return where that ends."""
+        """Consume part of a chunk and its line break; return the new position."""
         content = self._left - 2
         if content > 0:
             part = data[at : at + content]
@@ -430,7 +430,7 @@ CONNECT_S = 5.0
 
 
 class HTTPConnectionPool:
-    """Connections to one server, kept alive for a while and opened on demand, without a limit."""
+    """Keep-alive connections to one server, opened on demand without a limit."""
 
     def __init__(self, url: str, headers: dict[str, str]) -> None:
         parts = urlsplit(url)
@@ -452,7 +452,7 @@ class HTTPConnectionPool:
         )  # fmt: skip
 
     def take_idle(self) -> HTTPConnection | None:
-        """Return a connection that is still open; None without one."""
+        """Return an open idle connection; None for none."""
         oldest = asyncio.get_running_loop().time() - KEEPALIVE_S
         while self._idle:
             connection = self._idle.pop()
@@ -463,7 +463,7 @@ class HTTPConnectionPool:
         return None
 
     async def open(self) -> HTTPConnection:
-        """Return a new connection; raise `OSError` or `TimeoutError`."""
+        """Open a connection; raise `OSError` or `TimeoutError`."""
         async with asyncio.timeout(CONNECT_S):
             _, connection = await asyncio.get_running_loop().create_connection(
                 HTTPConnection, self._host, self._port, ssl=self._tls
@@ -475,7 +475,7 @@ class HTTPConnectionPool:
         return connection
 
     def give_back(self, connection: HTTPConnection) -> None:
-        """Keep a connection for the next request; cut one whose answer was not read to its end."""
+        """Return a connection to the pool; cut it if its answer was not read to the end."""
         self._used.discard(connection)
         if connection.idle and not self._closed:
             connection.idle_since = asyncio.get_running_loop().time()
@@ -484,7 +484,7 @@ class HTTPConnectionPool:
             connection.abort()
 
     def close(self) -> None:
-        """Cut all connections: their readers get an error."""
+        """Cut all connections; readers get an error."""
         self._closed = True
         for connection in [*self._idle, *self._used]:
             connection.abort()

@@ -1,4 +1,4 @@
-"""Drives the life of one request (`pigou.lifecycle`) by the wall clock, over HTTP."""
+"""Drives a request's lifecycle (`pigou.lifecycle`) by the wall clock, over HTTP."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class RequestDriver(ABC):
         self._interrupted: Effects = ()
 
     async def drive(self) -> bytes:
-        """Serve the request; return its whole reply, or nothing; raise `APIError`, `Rejected`."""
+        """Serve the request; return a whole reply or nothing; raise `APIError`, `Rejected`."""
         task, trace = asyncio.current_task(), self.run.trace
         assert task is not None
         try:
@@ -131,7 +131,7 @@ class RequestDriver(ABC):
         return self._result()
 
     def interrupt(self, decision: Recall | Shed) -> bool:
-        """Apply a decision about the routed request; True if it breaks a step off."""
+        """Apply a decision on the routed request; True if it cancels the current step."""
         task = self._awaiting
         if task is None or self._interrupted:
             return False
@@ -146,7 +146,7 @@ class RequestDriver(ABC):
     # --- effects ------------------------------------------------------------------------------
 
     def _apply(self, effects: Effects) -> Step | None:
-        """Do what needs no waiting; return the next step, None at the end."""
+        """Carry out immediate effects; return the next step, None at the end."""
         step: Step | None = None
         for effect in effects:
             match effect:
@@ -167,7 +167,7 @@ class RequestDriver(ABC):
     async def _follow(
         self, step: Step, event: LifecycleEvent | None, failure: WorkerFailed | None
     ) -> Effects:
-        """Return what comes after a step: by its event, its failure, or what broke it off."""
+        """Run a step; return the effects of its event, failure or interruption."""
         effects, self._interrupted = self._interrupted, ()
         if effects:
             return effects
@@ -185,7 +185,7 @@ class RequestDriver(ABC):
         return self.life.take(event, now_ns)
 
     def _without_adapter(self, step: Step, error: APIError | Rejected) -> WorkerFailed | None:
-        """Return the failure of a worker that has unloaded the adapter; None for a refusal."""
+        """Return the failure of a worker that unloaded the adapter; None for a refusal."""
         adapter = self.run.parsed.adapter
         if not (adapter and error.status == 404 and isinstance(step, StartPrefill | StartDecode)):
             return None
@@ -223,7 +223,7 @@ class RequestDriver(ABC):
             run.quota.ended(run.parsed.id)
 
     def _count_end(self) -> None:  # noqa: B027
-        """Count what a stream got, at its end; a whole reply is counted as it comes."""
+        """Count a stream's tokens at its end; whole replies are counted on arrival."""
 
     def _result(self) -> bytes:
         end = self._end
@@ -242,7 +242,7 @@ class RequestDriver(ABC):
     # --- steps --------------------------------------------------------------------------------
 
     async def _submit(self, step: SubmitRequest) -> LifecycleEvent:
-        """Ask the control plane for workers, once the key's limits let the request go."""
+        """Ask the control plane for workers, once the key's limits allow it."""
         run, quota, start_ns = self.run, self.run.quota, time.monotonic_ns()
         parsed, plane_driver = run.parsed, self._plane_driver
         if step.cause:
@@ -287,7 +287,7 @@ class RequestDriver(ABC):
         return decision
 
     async def _attempt_body(self, decode: str) -> Body | None:  # noqa: ARG002
-        """Return the body of a routed attempt, for both legs; None where the reply is complete."""
+        """Return an attempt's body for both legs; None if the reply is complete."""
         return self.run.body
 
     async def _fetch(self, step: FetchKV) -> LifecycleEvent:
@@ -333,7 +333,7 @@ class RequestDriver(ABC):
     async def _pull(
         self, queue: GatewayPrefillQueue, forecast: Upstream, leg: Body
     ) -> bytes | None:
-        """Return the reply of the worker that pulls the prompt; None where the prompt stays."""
+        """Return the reply of the worker that pulls the prompt; None if prefill is local."""
         run, plane = self.run, self._plane_driver.plane
         routed = plane.state.requests.get(run.parsed.id)
         if routed is None or routed.decode is None:
@@ -364,13 +364,13 @@ class RequestDriver(ABC):
 
     @abstractmethod
     async def _decode(self, step: StartDecode) -> LifecycleEvent:
-        """Have the decode worker generate the reply."""
+        """Run the decode leg."""
 
     async def _complete(self, step: CompleteStream) -> LifecycleEvent:
         raise NotImplementedError(f"{type(self).__name__} streams nothing that could be completed")
 
     def _leg_body(self, engine: Engine, body: Body) -> Body:
-        """Return a leg's body with what matters to the order inside a worker."""
+        """Return a leg's body with priority and deadline for the worker's queue."""
         parsed = self.run.parsed
         if parsed.deadline_ms is not None and self._plane_driver.heeds_deadlines:
             body = engine.dated(body, parsed.left_ms(time.monotonic_ns()))
@@ -391,7 +391,7 @@ class RequestDriver(ABC):
 
 
 class ReplyDriver(RequestDriver):
-    """Serves a request whose reply comes in one piece."""
+    """Serves a request with a whole reply."""
 
     async def _decode(self, step: StartDecode) -> LifecycleEvent:
         run, decode = self.run, self._plane_driver.upstream(step.worker)
@@ -439,7 +439,7 @@ _BLOCKED_NS = 10_000_000
 
 
 class StreamDriver(RequestDriver):
-    """Serves a request whose reply is streamed."""
+    """Serves a request with a streamed reply."""
 
     def __init__(
         self, plane_driver: PlaneDriver, metrics: Metrics, relay: Relay, writer: SSEWriter
@@ -514,7 +514,7 @@ class StreamDriver(RequestDriver):
         return closing_frames(state, chat=parsed.chat, wants_usage=parsed.wants_usage)
 
     async def _pump(self, step: StartDecode, decode: Upstream, connection: HTTPConnection) -> None:
-        """Pass the worker's bytes on until the stream is done."""
+        """Relay the worker's bytes until the stream ends."""
         relay, writer, state = self.relay, self._writer, self.relay.state
         last_ns = read_ns = 0
         itl, stall = self._metrics.itl.observe, self._metrics.stages.gap
@@ -584,7 +584,7 @@ class StreamDriver(RequestDriver):
 
 
 async def _written(decode: Upstream, writing: Awaitable[None]) -> int:
-    """Wait for the client, not the worker; return when that ended if it took long, else 0."""
+    """Wait for the client; return when a long wait ended, else 0."""
     before_ns = time.monotonic_ns()
     with decode.waiting():
         await writing
@@ -593,7 +593,7 @@ async def _written(decode: Upstream, writing: Awaitable[None]) -> int:
 
 
 async def _to_end(connection: HTTPConnection) -> None:
-    """Read what follows the last event, so that the connection can be kept."""
+    """Read what follows the last event, to keep the connection."""
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(_END_S):
             while await connection.read():

@@ -1,4 +1,4 @@
-"""The body of a request's next attempt, so that its stream goes on at another worker."""
+"""Migration: body of a request's next attempt, which continues its stream elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DYNAMO_IDS = "completion_token_ids"
 
 @dataclass(frozen=True, slots=True)
 class AttemptBody:
-    """A body and where to send it."""
+    """A body and its route."""
 
     path: str
     body: Body  # JSON object
@@ -65,7 +65,7 @@ def attempt_body(
 
 
 def _dynamo(body: Body) -> Body:
-    """Return a body that asks Dynamo for the token ids: it refuses fields that it does not know."""
+    """Return a body that asks Dynamo for token ids; it rejects unknown fields."""
     dynamo_body = {name: value for name, value in body.items() if name != "return_token_ids"}
     extension = dynamo_body.get("nvext", {})
     if isinstance(extension, msgspec.Raw):

@@ -1,4 +1,4 @@
-"""Overflow: a request of a model that is full goes to another model, or to another fleet."""
+"""Overflow: sends requests of a full model to another model or fleet."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REPLY_HEADERS = ("content-type", "cache-control", "retry-after")
 async def unless_full(
     run: GatewayRun, price_s: float, serve: Callable[[], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse | None:
-    """Serve a request; return None where it had no route within `price_s` seconds."""
+    """Serve a request; return None without a route within `price_s` seconds."""
     limit = asyncio.timeout(price_s)
 
     def routed(_: Choice) -> None:
@@ -48,20 +48,20 @@ async def unless_full(
 
 
 def with_model(data: bytes, model: str) -> bytes:
-    """Return a body with this `model`; for a large one (`SMALL`), run it on a thread."""
+    """Return a body with this `model`; run it on a thread for a large one (`SMALL`)."""
     body = read_fields(without_bom(data))
     body["model"] = msgspec.Raw(msgspec.json.encode(model))
     return msgspec.json.encode(body)
 
 
 class OtherFleets:
-    """Passes requests to other fleets, over connections that stay."""
+    """Forwards requests to other fleets over persistent connections."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         if self._session is not None:
             await self._session.close()
 

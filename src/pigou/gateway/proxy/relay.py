@@ -1,4 +1,4 @@
-"""The SSE relay: bytes of a worker's stream in, bytes of the client's stream out."""
+"""SSE relay: turns a worker's stream into the client's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FLUSHED_TEXTS = 2
 
 
 class TooManyTokens(ValueError):
-    """A worker sent more tokens than it was asked for."""
+    """A worker sent more tokens than requested."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"the worker sent over {limit} tokens, and no more were asked for")
@@ -65,7 +65,7 @@ class Relay(StreamCount):
 
     @property
     def started(self) -> bool:
-        """True if a token came. A stock worker that tells no ids begins with its first one."""
+        """True if a token came; without ids, a stock worker starts with its first chunk."""
         return self.counted > 0 or (self._stock and self.state.begun)
 
     def begin(self, *, stock: bool, mapped: bool) -> None:
@@ -85,7 +85,7 @@ class Relay(StreamCount):
             )
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes of the worker; return bytes for the client; on an error `failed` is set."""
+        """Return the client's bytes for a worker's bytes; sets `failed` on an error."""
         if self.muted:
             return b""
         event = None if self._ready is None else self._ready.token(data)
@@ -105,7 +105,7 @@ class Relay(StreamCount):
         return data if self.run.parsed.wants_ids else bare
 
     def end(self) -> bytes:
-        """Take the end of the worker's bytes: a last `[DONE]` needs no blank line after it."""
+        """Process the end of the stream: a last `[DONE]` needs no blank line."""
         if not self._reader.ends_done:
             return b""
         return self._parse(b"\n\n")
@@ -147,7 +147,7 @@ class Relay(StreamCount):
         return b"".join(out)
 
     def _cut(self, error: TooManyTokens) -> bytes:
-        """Fail the attempt; a stream that has all its tokens ends there, by its length."""
+        """Fail the attempt, or end by length a stream with all its tokens."""
         self.failed = WorkerFailed("garbage", str(error))
         state = self.state
         if not self.run.parsed.single or state.head is None or len(state.tokens) < self._limit:
@@ -158,7 +158,7 @@ class Relay(StreamCount):
         return length_frame(state, chat=self.run.parsed.chat)
 
     def _reserve(self, pending: int) -> None:
-        """Count the bytes of an event that is not whole yet among those of all replies."""
+        """Count an incomplete event against the bytes of all replies."""
         if pending > self._pending:
             self.run.reply_bytes.grow(pending - self._pending)
         elif pending < self._pending:
@@ -170,7 +170,7 @@ class Relay(StreamCount):
         self._reserve(0)
 
     def _learn(self, payload: bytes, choices: Sequence[reply_parsing.ChunkChoice]) -> None:
-        """Make a fast path of a chunk that is one token amid the reply, for those that follow."""
+        """Make a fast path of a one-token chunk for those that follow."""
         if len(choices) != 1:
             return
         ids = choices[0].token_ids
@@ -179,7 +179,7 @@ class Relay(StreamCount):
             self._fast_path = SSEFastPath.of(frame(payload)) or self._fast_path
 
     def _take(self, payload: bytes) -> bytes:
-        """Note one chunk; return what the client gets of it, nothing where it is no chunk."""
+        """Process one chunk; return the client's bytes, if any."""
         if not payload:
             return b""
         if b"\n" in payload:
@@ -206,7 +206,7 @@ class Relay(StreamCount):
         return payload
 
     def _take_full(self, payload: bytes) -> bytes:
-        """Do the same where a chunk may hold the prompt's ids, or its text matters."""
+        """Process a chunk with prompt ids or relevant text."""
         chunk, payload = reply_parsing.full_chunk(payload)
         if chunk.error:
             raise _error(chunk.error, payload)
@@ -240,7 +240,7 @@ class Relay(StreamCount):
         return with_cached_tokens(payload, cached)
 
     def _count(self, chunk: reply_parsing.RelayChunk | reply_parsing.FullChunk) -> bool:
-        """Note tokens and ends; return whether there are token ids."""
+        """Record tokens and ends; return True if there are token ids."""
         has_ids, choices = False, chunk.choices
         tells = chunk.nvext is not None and bool(chunk.nvext.completion_token_ids)
         for choice in choices:
@@ -267,7 +267,7 @@ class Relay(StreamCount):
         self.counted += len(ids)
 
     def _keep(self, prompt: bytes) -> None:
-        """Keep the prompt's ids, with which the stream can go on elsewhere, while there is room."""
+        """Keep the prompt's ids for migration, while there is room."""
         try:
             self.run.reply_bytes.grow(len(prompt))
         except OverBudget as error:
@@ -275,14 +275,14 @@ class Relay(StreamCount):
         self.state.prompt = prompt
 
     def _extended(self, payload: bytes, extension: reply_parsing.DynamoExtension) -> bytes:
-        """Note the token ids that a frontend of Dynamo told; return what the client gets."""
+        """Record token ids from a Dynamo frontend; return the client's bytes."""
         if extension.completion_token_ids:
             self._add(extension.completion_token_ids)
         return reply_parsing.without_extension(payload)
 
 
 def _error(error: dict[str, Any], payload: bytes) -> WorkerFailed | Rejected:
-    """Return what an error chunk means: the request's fault (4xx), or the worker's."""
+    """Map an error chunk to the request's fault (4xx) or the worker's."""
     status = count(error.get("code")) or 500
     if 400 <= status < 500 or error.get("type") == REQUEST_FAILED:
         return Rejected(status, payload)
@@ -313,7 +313,7 @@ class SSEFastPath:
 
     @classmethod
     def of(cls, event: bytes) -> SSEFastPath | None:
-        """Return the fast path of a framed chunk of one token without an end; None without one."""
+        """Return the fast path of a framed one-token chunk without an end; None for others."""
         if _BACKSLASH in event or PROMPT_TOKEN_IDS in event:
             return None
         # Each key once, so that it is the choice's: spelt otherwise it would have a backslash.
@@ -328,7 +328,7 @@ class SSEFastPath:
         return None if fast_path.token(event) is None else fast_path
 
     def token(self, event: bytes) -> tuple[int, bytes, bytes] | None:
-        """Return id, text, and the event with null in place of its ids; None for all else."""
+        """Return id, text, and the event with ids nulled; None if it does not match."""
         before, _, rest = event.rpartition(TOKEN_IDS)
         digits, _, tail = rest.partition(b"]")
         if tail != self._tail or before[: self._size] != self._head:

@@ -1,4 +1,4 @@
-"""Chunks of a worker's stream: the few fields that are read, and the ids that are cut out."""
+"""Parses chunks and replies of workers: the fields needed, and removal of token ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ABSENT = msgspec.Raw(b"")
 
 
 def given(raw: msgspec.Raw) -> bool:
-    """True if a field is there and not null."""
+    """True if a field is present and not null."""
     return len(memoryview(raw)) > 4 or bytes(raw) not in (b"", b"null")
 
 
@@ -29,7 +29,7 @@ class Delta(msgspec.Struct):
 
 
 class ChunkChoice(msgspec.Struct):
-    """The fields of a chunk's choice that are read."""
+    """Fields needed of a chunk's choice."""
 
     index: int = 0
     text: str = ""
@@ -39,18 +39,18 @@ class ChunkChoice(msgspec.Struct):
 
     @property
     def shown(self) -> str:
-        """The text that the client sees of it."""
+        """Text visible to the client."""
         return self.text or self.delta.content or ""
 
 
 class DynamoExtension(msgspec.Struct):
-    """The `nvext` of a Dynamo frontend's chunk."""
+    """`nvext` of a Dynamo frontend's chunk."""
 
     completion_token_ids: list[int] | None = None
 
 
 class RelayChunk(msgspec.Struct):
-    """A chunk, or an error in its place."""
+    """A chunk or an error."""
 
     choices: list[ChunkChoice] = []
     usage: msgspec.Raw = ABSENT
@@ -59,7 +59,7 @@ class RelayChunk(msgspec.Struct):
 
 
 class FullChunkChoice(ChunkChoice):
-    """A choice with what matters only at a stream's beginning."""
+    """A choice with the fields of a stream's first chunk."""
 
     prompt_token_ids: msgspec.Raw = ABSENT
 
@@ -77,11 +77,11 @@ class FullChunk(msgspec.Struct):
     error: dict[str, Any] | None = None
 
     def head(self) -> ReplyHead:
-        """Return what the stream's other chunks have as well."""
+        """Return the fields common to the stream's other chunks."""
         return ReplyHead(self.id, self.created, self.model)
 
     def prompt(self) -> bytes:
-        """Return the prompt's ids, wherever they are; empty when they are not here."""
+        """Return the prompt's ids from wherever they are; empty if absent."""
         places = [self.prompt_token_ids, *(choice.prompt_token_ids for choice in self.choices)]
         return next((bytes(raw) for raw in places if given(raw)), b"")
 
@@ -100,7 +100,7 @@ def chunk(payload: bytes) -> tuple[RelayChunk, bytes]:
 
 
 def full_chunk(payload: bytes) -> tuple[FullChunk, bytes]:
-    """Return the same with the prompt's ids and the text; raise as `chunk`."""
+    """Parse a chunk with the prompt's ids and text; raise as `chunk`."""
     try:
         return _full_chunk(payload), payload
     except msgspec.ValidationError:
@@ -127,7 +127,7 @@ def without_ids(payload: bytes, prompt: bool) -> bytes:
 
 
 def without_extension(payload: bytes) -> bytes:
-    """Return a chunk's JSON without Dynamo's extension, if it has nothing but token ids."""
+    """Return a chunk's JSON without Dynamo's extension, if it only has token ids."""
     at = payload.rfind(_EXTENSION)
     if at < 0 or payload.find(b"]", at) != len(payload) - 3 or not payload.endswith(b"]}}"):
         return payload
@@ -156,7 +156,7 @@ class ReplyUsage(msgspec.Struct):
 
 
 class ReplyChoice(msgspec.Struct):
-    """The fields of a whole reply's choice that are read."""
+    """Fields needed of a whole reply's choice."""
 
     finish_reason: str | None = None
 
@@ -179,14 +179,14 @@ class _RawReply(msgspec.Struct):
 
 
 def _check_choices(reply: bytes) -> None:
-    """Raise `msgspec.DecodeError` where a long reply has more choices than anybody asks for."""
+    """Raise `msgspec.DecodeError` for a long reply with too many choices."""
     choices = memoryview(msgspec.json.decode(reply, type=_RawReply).choices)
     if choices and measure(choices).items > _MAX_CHOICES:
         raise msgspec.DecodeError(f"a reply with over {_MAX_CHOICES} choices")
 
 
 def whole(reply: bytes) -> WholeReply:
-    """Return what is read of a reply; raise `msgspec.DecodeError`, `UnicodeDecodeError`."""
+    """Parse a whole reply; raise `msgspec.DecodeError`, `UnicodeDecodeError`."""
     is_long = len(reply) > _MAX_REGULAR_BYTES
     if is_long:
         _check_choices(reply)
@@ -199,7 +199,7 @@ def whole(reply: bytes) -> WholeReply:
 
 
 def normalized(payload: bytes) -> dict[str, Any]:
-    """Return JSON in the shape of a reply or chunk; raise as `chunk`, also for bad token ids."""
+    """Return JSON in the shape of a reply or chunk; raise as `chunk`, also for bad ids."""
     body = msgspec.json.decode(payload)
     if not isinstance(body, dict):
         return {}
@@ -226,7 +226,7 @@ def normalized(payload: bytes) -> dict[str, Any]:
 
 
 def count(value: Any) -> int | None:
-    """Return a number as an integer; None for what is none."""
+    """Return a number as an integer; None for other types."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if isinstance(value, float):
@@ -279,7 +279,7 @@ def _usage(usage: Any) -> dict[str, Any] | None:
 
 
 def cached_tokens(reply: bytes) -> int | None:
-    """Return what a reply says was cached of its prompt; None where it says nothing."""
+    """Return a reply's count of cached prompt tokens; None if absent."""
     try:
         usage = msgspec.json.decode(reply, type=dict[str, msgspec.Raw]).get("usage")
         body = None if usage is None else msgspec.json.decode(usage)
@@ -290,7 +290,7 @@ def cached_tokens(reply: bytes) -> int | None:
 
 
 def with_cached_tokens(payload: bytes, cached: int) -> bytes:
-    """Return a reply's or chunk's JSON with another count of cached tokens, where it has one."""
+    """Return the JSON with another count of cached tokens, if it has one."""
     try:
         parts = msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
         usage = msgspec.json.decode(parts.get("usage", msgspec.Raw(b"null")))

@@ -33,7 +33,7 @@ _ID = 240
 
 
 def splits(run: GatewayRun) -> bool:
-    """True if each sequence is served as a request; raise `APIError` 400 for too many."""
+    """True if sequences are served one by one; raise `APIError` 400 for too many."""
     total = run.parsed.sequences
     if total > MAX_SEQUENCES:
         raise bad_request(
@@ -67,7 +67,7 @@ class Sequences:
         self._wake = asyncio.Event()
 
     async def serve(self, serve: Serve) -> None:
-        """Serve them all; raise the first failure of any, once the others are ended."""
+        """Serve all sequences; after a failure end the others, then raise it."""
         trace = self._run.trace
         if trace is not None:
             trace.begin_branches()
@@ -87,7 +87,7 @@ class Sequences:
                 trace.end_branches("choices")
 
     def wake(self) -> None:
-        """Look again whether the next sequence may go."""
+        """Check whether the next sequence may start."""
         self._wake.set()
 
     async def _next_index(self) -> int:
@@ -166,7 +166,7 @@ def one_of(run: GatewayRun, index: int) -> GatewayRun:
 
 
 async def whole(plane_driver: PlaneDriver, run: GatewayRun, metrics: Metrics) -> bytes:
-    """Return the JSON body of a reply with all choices."""
+    """Return the JSON body with all choices."""
     replies: dict[int, dict[str, msgspec.Raw]] = {}
 
     async def one(sequence: GatewayRun, index: int) -> None:
@@ -201,14 +201,14 @@ async def stream(
 
 
 class UsageSum:
-    """Adds the usage of sequences up; a prompt counts once, whatever its choices."""
+    """Sums the usage of sequences; a prompt counts once for all its choices."""
 
     def __init__(self, choices: int) -> None:
         self.total: dict[str, Any] = {}
         self._choices = choices
 
     def add(self, index: int, usage: dict[str, Any] | None) -> None:
-        """Add what the reply of sequence `index` said."""
+        """Add the usage of sequence `index`."""
         if usage is None:
             return
         total, leads = self.total, index % self._choices == 0
@@ -234,12 +234,12 @@ class _MergedStream:
         self._writing = asyncio.Lock()  # the first write sends the head
 
     async def write(self, frames: bytes) -> None:
-        """Send whole frames; waits while the client is slow."""
+        """Send whole frames; waits for a slow client."""
         async with self._writing:
             await self.writer.write(frames)
 
     def fit(self, payload: bytes, index: int) -> bytes:
-        """Return a chunk of sequence `index` for the client; empty for its usage."""
+        """Return a chunk of sequence `index` for the client; empty for usage."""
         body: dict[str, Any] = msgspec.json.decode(payload)
         if not self._head:
             names = ("created", "model")
@@ -262,7 +262,7 @@ class _MergedStream:
 
 
 class _SequenceWriter(SSEWriter):
-    """The writer of one sequence: its chunks become those of one choice of the reply."""
+    """Writer of one sequence, whose chunks become one choice of the reply."""
 
     def __init__(self, merged: _MergedStream, index: int, on_begin: Callable[[], None]) -> None:
         self._merged, self._index, self._on_begin = merged, index, on_begin
@@ -271,16 +271,16 @@ class _SequenceWriter(SSEWriter):
 
     @property
     def open(self) -> bool:
-        """True if the client has got anything."""
+        """True if the client received anything."""
         return self._merged.writer.open
 
     @property
     def fast(self) -> bool:
-        """Chunks have to be rewritten."""
+        """False: chunks must be rewritten."""
         return False
 
     async def write(self, data: bytes) -> None:
-        """Send whole SSE frames; waits while the client is slow."""
+        """Send whole SSE frames; waits for a slow client."""
         payloads = [payload for payload in self._reader.feed(data) if payload != DONE_PAYLOAD]
         frames = b"".join(self._merged.fit(payload, self._index) for payload in payloads)
         if not self._begun:

@@ -32,7 +32,7 @@ Route: TypeAlias = tuple[re.Pattern[str], set[str]]
 
 
 class ServerRoutes:
-    """Learns the routes of each attached server, and forgets them with the server."""
+    """Learns each attached server's routes, and forgets them with the server."""
 
     def __init__(self) -> None:
         self._routes: WeakKeyDictionary[Upstream, list[Route] | None]
@@ -41,7 +41,7 @@ class ServerRoutes:
         self._learning = asyncio.Lock()
 
     async def having(self, servers: list[Upstream], method: str, path: str) -> list[Upstream]:
-        """Return the servers that have a route, or may have it; asks those that are new."""
+        """Return the servers that have or may have a route; asks new ones."""
         await self._learn(servers)
         having = []
         for upstream in servers:
@@ -61,7 +61,7 @@ class ServerRoutes:
             self._routes.update(zip(new, learnt, strict=True))
 
     def known(self) -> list[str]:
-        """Return what attached servers have beside the gateway's own routes."""
+        """Return attached servers' routes beyond the gateway's own."""
         routes = (_posts(routes or ()) for routes in list(self._routes.values()))
         return sorted(set().union(*routes) - _OWN.keys())
 
@@ -75,12 +75,12 @@ class ServerRoutes:
         )
 
     def note_absent(self, upstream: Upstream, method: str, path: str) -> None:
-        """Note that a server answered that it has no such route."""
+        """Record that a server lacks a route."""
         self._lacks.setdefault(upstream, set()).add((method, _kind(path)))
 
 
 def check_path(path: str, request: web.Request) -> None:
-    """Refuse a path that is not passed on: `APIError` 404, or 405 for the gateway's own."""
+    """Raise `APIError` 404, or 405 for the gateway's own paths, if not forwarded."""
     own = _OWN.get(path) or ("GET" if path.startswith("/v1/models/") else None)
     if own is not None:
         raise web.HTTPMethodNotAllowed(request.method, [own])
@@ -91,12 +91,12 @@ def check_path(path: str, request: web.Request) -> None:
 
 
 def absent_route_here(method: str, path: str, attached: list[str]) -> APIError:
-    """Return the error for a route that neither the gateway nor an attached server has."""
+    """Return the error for a route that nobody has."""
     return absent_route(method, path, [*_OWN, "/tokenize", "/detokenize", *attached[:40]])
 
 
 def _posts(routes: Iterable[Route]) -> set[str]:
-    """Return the paths of routes that may be passed on and take a POST."""
+    """Return the POST paths that may be forwarded."""
     paths = {pattern.pattern for pattern, methods in routes if "POST" in methods}
     return {path for path in paths if path in ROOT_PATHS or (
         path.startswith("/v1/") and "[" not in path and path.split("/")[2] not in _CLOSED
@@ -104,7 +104,7 @@ def _posts(routes: Iterable[Route]) -> set[str]:
 
 
 async def _listed_routes(upstream: Upstream) -> list[Route] | None:
-    """Return what a server's `/openapi.json` lists; None where it does not say."""
+    """Return the routes in a server's `/openapi.json`; None without one."""
     try:
         status, page = await upstream.get("/openapi.json", _TIMEOUT_S)
         paths = msgspec.json.decode(page).get("paths") if status == 200 else None
@@ -124,7 +124,7 @@ async def _listed_routes(upstream: Upstream) -> list[Route] | None:
 
 
 def is_absent(status: int, answer: bytes) -> bool:
-    """True if a refusal means that the route is not there, and not that an object is not."""
+    """True if a refusal means that the route, not an object, is missing."""
     if status != 404:
         return True
     try:
@@ -135,5 +135,5 @@ def is_absent(status: int, answer: bytes) -> bool:
 
 
 def _kind(path: str) -> str:
-    """Return what stands for a path where a server lacks it: its first parts."""
+    """Return a path's first parts, which stand for it when a server lacks it."""
     return "/".join(path.split("/")[:4])

@@ -76,7 +76,7 @@ async def within_step(
 async def within_leg(
     run: GatewayRun, name: str, worker: str, doing: Awaitable[_T], leg: int = 0
 ) -> _T:
-    """Ask a server within a span, whose context it is sent; return what it answers."""
+    """Ask a server within a span that is propagated to it; return the answer."""
     trace = run.trace
     assert trace is not None
     trace.begin_leg()
@@ -95,7 +95,7 @@ async def within_leg(
 
 
 def decided(trace: RequestTrace, why: Explanation | None, exclude: frozenset[str]) -> None:
-    """Note a decision: the wait until it was made, and what it was made by."""
+    """Add spans for the wait for a decision and the decision."""
     if why is None:
         trace.phase("queue")
         trace.phase("route")
@@ -105,7 +105,7 @@ def decided(trace: RequestTrace, why: Explanation | None, exclude: frozenset[str
 
 
 def route_attributes(why: Explanation, exclude: frozenset[str] = frozenset()) -> Attributes:
-    """Return the prices and tolls of a decision, in seconds, and what else led to it."""
+    """Return a decision's prices and tolls in seconds, and its other inputs."""
     index, choice, table = why.chosen, why.choice, why.prices
     parts = table.rows[:, index].tolist()  # the last is their sum
     tolls = sum(part for name, part in zip(table.names, parts, strict=False)
@@ -127,7 +127,7 @@ def _price_names(parts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class TracedRequest:
-    """A request with its trace, from before its body is read."""
+    """A request with its trace, started before its body is read."""
 
     __slots__ = ("run", "status", "trace")
 
@@ -137,7 +137,7 @@ class TracedRequest:
         self.status = 500
 
     def take(self, run: GatewayRun) -> None:
-        """Take the request, once its body was read."""
+        """Attach the parsed request."""
         self.run, run.trace = run, self.trace
         if not self.trace.collected:
             self.trace.phase("receive")
@@ -147,7 +147,7 @@ class TracedRequest:
 def traced_request(
     tracer: Tracer | None, headers: Headers, path: str, address: tuple[str, int]
 ) -> Iterator[TracedRequest | None]:
-    """Within it, a request is served, whose trace begins and ends; None without a tracer."""
+    """Trace a request (context); None without a tracer."""
     if tracer is None:
         yield None
         return
@@ -187,7 +187,7 @@ def _end_request(
 
 
 def status_of(error: BaseException) -> int:
-    """Return the status that an exception becomes, or stands for."""
+    """Return the HTTP status of an exception."""
     if isinstance(error, APIError | Rejected):
         return error.status
     if isinstance(error, web.HTTPException):
@@ -197,7 +197,7 @@ def status_of(error: BaseException) -> int:
 
 
 def error_type(error: BaseException) -> str:
-    """Return why a phase failed, in a word."""
+    """Return a short reason of a phase's failure."""
     if isinstance(error, WorkerFailed):
         return error.reason
     if isinstance(error, APIError | Rejected):
@@ -234,7 +234,7 @@ def _add_request(
 
 
 def _attribute(value: object) -> AttributeValue | None:
-    """Return a field of a body as an attribute; None for null, and for what is no attribute."""
+    """Return a body field as an attribute; None for null and unsupported types."""
     if isinstance(value, msgspec.Raw):
         if len(memoryview(value)) > _MAX_VALUE_CHARS:
             return None

@@ -1,4 +1,4 @@
-"""The connections to one worker, for as long as that worker lives."""
+"""Connections to one worker, for the worker's lifetime."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from pigou.wire.prefill_decode_legs import ticket
 
 
 class WorkerReport(NamedTuple):
-    """A worker's own report of load and speed; None for what it leaves out."""
+    """A worker's report of load and speed; None for missing values."""
 
     at_ns: int
     running: int | None = None
@@ -64,7 +64,7 @@ _HEADERS = {"content-type": "application/json"}
 
 @dataclass(frozen=True, slots=True)
 class ServedName:
-    """A name of a server's `/v1/models`: where its weights are, and the model that it adapts."""
+    """An entry of a server's `/v1/models`: weights, and base model of an adapter."""
 
     root: str = ""
     parent: str = ""
@@ -72,7 +72,7 @@ class ServedName:
 
 @dataclass(frozen=True, slots=True)
 class ServedNames:
-    """The names that requests may use at a server, besides the first one of its model."""
+    """Names that requests may use at a server, besides its model's first one."""
 
     aliases: tuple[str, ...] = ()  # further names of its model: those with the same root
     # all others: LoRA adapters, and models of other roots.
@@ -80,7 +80,7 @@ class ServedNames:
 
     @classmethod
     def listed(cls, model: str, cards: Mapping[str, ServedName]) -> ServedNames:
-        """Sort the names of a list of models, `model` being the first one."""
+        """Build from a list of models, `model` being the first name."""
         root = cards[model].root if model in cards else ""
         others = {name: card for name, card in cards.items() if name != model}
         aliases = [name for name, card in others.items() if root and card == ServedName(root)]
@@ -90,7 +90,7 @@ class ServedNames:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The engine and model of a worker."""
+    """Engine and model of a worker."""
 
     stock: bool = False  # it is not Pigou's own, and knows no `resume_tokens`
     model: str = ""  # first name of its model
@@ -109,11 +109,11 @@ class Engine:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of its model, the first one and its aliases."""
+        """The model's name and aliases."""
         return self.model, *self.served.aliases
 
     def named(self, name: str) -> Engine:
-        """Return it with another of its model's names as the first one."""
+        """Return a copy with another of the model's names first."""
         aliases = tuple(alias for alias in self.names if alias != name)
         return replace(self, model=name, served=replace(self.served, aliases=aliases))
 
@@ -122,7 +122,7 @@ class Engine:
         return name in self.names or name in self.served.adapters
 
     def addressed(self, body: Body, name: str | None) -> Body:
-        """Return a body that asks for `name`; by its own name where it does not list that one."""
+        """Return a body for `name`, or for the engine's own name if not listed."""
         if name is None or self.serves(name):
             return body
         return {**body, "model": self.model}
@@ -135,7 +135,7 @@ class Engine:
         return {**rest, "priority": priority} if self.ranks and priority else rest
 
     def dated(self, body: Body, left_ms: int) -> Body:
-        """Return a body with what is left of its deadline, for who goes by it; else without."""
+        """Return a body with the remaining deadline, if the engine uses one; else without."""
         rest = {name: value for name, value in body.items() if name != "deadline_ms"}
         return {**rest, "deadline_ms": left_ms} if self.deadlines else rest
 
@@ -173,12 +173,12 @@ class Upstream:
         )
 
     def closed(self) -> bool:
-        """Return whether the worker went down."""
+        """True if the worker went down."""
         return self._closed
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Within it, the task works with this worker; raise `WorkerFailed` when that goes down."""
+        """Mark the task as using this worker (context); raise `WorkerFailed` if it goes down."""
         task = asyncio.current_task()
         assert task is not None
         if self.closed():
@@ -200,18 +200,18 @@ class Upstream:
 
     @property
     def owed(self) -> int:
-        """Requests whose next bytes are the worker's to send, step by step."""
+        """Requests waiting for the worker's next bytes."""
         return self.inflight - self.paused - self.unstreamed
 
     def forget(self, adapter: str) -> None:
-        """Note that it does not have an adapter any more; its next list of models tells again."""
+        """Drop an adapter until the next list of models."""
         served = self.engine.served
         adapters = {name: card for name, card in served.adapters.items() if name != adapter}
         self.engine = replace(self.engine, served=replace(served, adapters=adapters))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within it, and within `busy`, a request waits for its client, not for the worker."""
+        """Mark a request in `busy` as waiting for its client (context)."""
         self.paused += 1
         try:
             yield
@@ -220,7 +220,7 @@ class Upstream:
 
     @contextmanager
     def in_one_piece(self) -> Iterator[None]:
-        """Within it, and within `busy`, a request waits for a reply that comes all at once."""
+        """Mark a request in `busy` as waiting for a whole reply (context)."""
         self.unstreamed += 1
         try:
             yield
@@ -228,7 +228,7 @@ class Upstream:
             self.unstreamed -= 1
 
     def mark(self, tenant: str) -> str:
-        """Return what the worker is told of a tenant; empty for nothing."""
+        """Return a tenant's mark for the worker; empty for none."""
         return tenant_mark(tenant) if tenant and self.knows_secret else ""
 
     async def ask(
@@ -274,7 +274,7 @@ class Upstream:
         raise self._refusal(head.status, answer)
 
     async def _reopen(self) -> HTTPConnection:
-        """Return a connection in place of one that was closed before the request was read."""
+        """Replace a connection that was closed before the request was read."""
         try:
             return await self._connections.open()
         except (OSError, TimeoutError) as error:
@@ -319,7 +319,7 @@ class Upstream:
         return self.broke("garbage", ValueError(f"a reply of over {max_bytes} bytes"))
 
     def broke(self, reason: str, error: BaseException) -> WorkerFailed:
-        """Return what to raise when the connection to this worker fails."""
+        """Return the exception for a failed connection to this worker."""
         words = str(error) or type(error).__name__
         me = frozenset({self.worker.id})
         return WorkerFailed(reason, f"{self.worker.id}: {words}", me, fate=self.fate)
@@ -349,7 +349,7 @@ class Upstream:
             self._connections.give_back(connection)
 
     async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
-        """Return status and body of a GET; raises `aiohttp.ClientError`, `TimeoutError`."""
+        """GET status and body; raises `aiohttp.ClientError`, `TimeoutError`."""
         async with self._session.get(
             self.worker.url + path, timeout=aiohttp.ClientTimeout(total=timeout_s)
         ) as response:
@@ -403,7 +403,7 @@ class Upstream:
         return len(leaving)
 
     async def close(self, end: WorkerEnd = WorkerEnd.LOST) -> None:
-        """Cut all connections: requests at this worker fail with `WorkerFailed`."""
+        """Cut all connections; requests here fail with `WorkerFailed`."""
         self._closed = True
         if self._end is None:
             self._end = asyncio.get_running_loop().create_future()
@@ -429,7 +429,7 @@ def _no_room(error: OverBudget) -> APIError:
 
 
 def _is_unfit(reply: bytes | bytearray) -> bool:
-    """True if a JSON reply is nested too deeply, or has more fields than any reply needs."""
+    """True if a JSON reply is nested too deeply or has too many fields."""
     if len(reply) <= SMALL:
         return is_deep(reply)
     shape = measure(reply)
@@ -469,7 +469,7 @@ async def fetch_kv(
 
 
 def _prompt_of(body: Body) -> Body:
-    """Return what the worker needs to find the prompt's blocks; its ids alone where there are."""
+    """Return the fields by which the worker finds the prompt's blocks."""
     ids = body.get("prompt_token_ids")
     if ids is None:
         return body

@@ -1,4 +1,4 @@
-"""The SSE writer: the client's end of a stream."""
+"""SSE writer: the client's end of a stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control":
 
 
 class ClientStalled(ConnectionResetError):
-    """A client took nothing of its stream for too long, and was cut off."""
+    """A client read nothing for too long and was disconnected."""
 
 
 class SSEWriter:
@@ -52,11 +52,11 @@ class SSEWriter:
 
     @property
     def open(self) -> bool:
-        """True if the client has got anything."""
+        """True if the client received anything."""
         return self._response is not None
 
     async def write(self, data: bytes) -> None:
-        """Send whole SSE frames, slowly to a slow client; raise `ConnectionResetError`."""
+        """Send whole SSE frames, at the client's pace; raise `ConnectionResetError`."""
         response = self._response
         if response is None:
             response = self._response = web.StreamResponse(headers={**_HEADERS, **self._headers()})
@@ -70,12 +70,12 @@ class SSEWriter:
 
     @property
     def fast(self) -> bool:
-        """True if `push` works: the head was sent, and the body is chunked (HTTP/1.1)."""
+        """True if `push` works: head sent, and body chunked (HTTP/1.1)."""
         response = self._response
         return response is not None and response.headers.get("transfer-encoding") == "chunked"
 
     def push(self, data: bytes) -> bool:
-        """Send whole SSE frames without waiting; return whether there is room for more."""
+        """Send whole SSE frames without waiting; True if there is room for more."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return False
@@ -88,7 +88,7 @@ class SSEWriter:
         return bool(size < HIGH_WATER)
 
     def _note_blocked(self) -> None:
-        """Note that bytes wait for the client, and did so since the last look if any did then."""
+        """Record whether bytes wait for the client."""
         now_ns = time.monotonic_ns()
         if self._blocked_from_ns:
             self.blocked_ns += now_ns - self._blocked_to_ns
@@ -102,7 +102,7 @@ class SSEWriter:
         self._blocked_from_ns = 0
 
     async def drain(self, max_waiting_bytes: int = HIGH_WATER) -> None:
-        """Wait until fewer bytes wait for the client; raise `ConnectionResetError`."""
+        """Wait until the write buffer drains; raise `ConnectionResetError`."""
         min_waiting_bytes, since = None, time.monotonic()
         while True:
             transport = self._transport
@@ -124,7 +124,7 @@ class SSEWriter:
             await asyncio.sleep(_LOOK_S)
 
     def end_blocked(self) -> None:
-        """Tell of the pause that lasts as the stream ends, where there is one."""
+        """Report a pause that lasts at the stream's end."""
         if self._blocked_from_ns and self._transport is not None:
             if not self._transport.is_closing() and self._transport.get_write_buffer_size():
                 self._note_blocked()
@@ -140,7 +140,7 @@ class SSEWriter:
             await self.write(frame(body) + DONE)
 
     async def send(self, response: web.Response) -> web.StreamResponse:
-        """Send a reply that is not streamed; raise as `write`."""
+        """Send a whole reply; raise as `write`."""
         response.headers.update(self._headers())
         self._response = response
         await response.prepare(self._request)
@@ -162,7 +162,7 @@ class SSEWriter:
 
 
 def _limit_unsent(transport: asyncio.Transport | None) -> None:
-    """Let this kernel take no megabytes that the client's has no room for: they wait here."""
+    """Limit the kernel's send buffer, so that unsent bytes wait here."""
     sock = None if transport is None else transport.get_extra_info("socket")
     if sock is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
         with suppress(OSError):  # a Unix socket
