@@ -100,8 +100,7 @@ def product(
     """Add A B to C (rows, 16), which stays in registers while B is read once.
 
     `a`, `b`, `c` are addresses; strides between rows are in numbers. A (rows, depth) and C are
-    float32, B (depth, 16) is stored like array `kind`. `rows` is a literal 1, 2, 4 or 8; few rows
-    use several partial sums, so that additions are independent.
+    float32, B (depth, 16) is stored like array `kind`. `rows` is a literal 1, 2, 4 or 8.
     """
     whole = types.intp
     signature = types.void(whole, whole, whole, whole, whole, whole, whole, kind, rows)

@@ -1,9 +1,8 @@
 """KVOffloader: moves blocks between the device, host memory and further stores, off the step path.
 
-Each link (`device->host`, `host->device`, `host->NAME`, `NAME->host`) is one thread and one bounded
-queue, so all methods return at once. False means refused: the queue is full, no staging row is
-free, or the link is down. Otherwise `done` is called once, on the link's thread, even on failure or
-`close`. A block that is not `good` is gone, unless `reason` names a link failure.
+Each link is one thread and one bounded queue, so methods return at once. False means refused;
+otherwise `done` is called once, on the link's thread, even on failure or `close`. A block that is
+not `good` is gone, unless `reason` names a link failure.
 """
 
 from __future__ import annotations

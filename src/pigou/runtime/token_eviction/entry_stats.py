@@ -29,8 +29,8 @@ from pigou.runtime.token_eviction.policy import (
 class EntryStats:
     """Side data by block, layer, KV head and offset, on any device.
 
-    `numbers` is float32, (blocks, layers, kv_heads, 1 + fields, size); line 0 of a head holds
-    positions as int32 bits. `ids` views it as int32; `host` holds swapped blocks alike.
+    `numbers` is (blocks, layers, kv_heads, 1 + fields, size), float32; line 0 holds positions
+    (int32 bits).
     """
 
     def __init__(
@@ -145,7 +145,6 @@ class EntryStats:
         lines[target[0], layer, head, :, target[1]] = lines[source[0], layer, head, :, source[1]]
 
     def _span(self, table: Ints, own: int, entries: int) -> tuple[Tensor, Tensor]:
-        """Return a row's blocks, and a mask of its own slots, (blocks, 1, size)."""
         blocks = -(-entries // self.size)
         slots = np.arange(blocks * self.size).reshape(blocks, 1, self.size)
         seen = (slots >= own) & (slots < entries)

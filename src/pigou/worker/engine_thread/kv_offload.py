@@ -154,7 +154,7 @@ class _Restore:
         return done
 
 
-#: Device blocks per concurrent copy, and max concurrent copies.
+#: Max blocks under copy at once: this fraction of the device's (a divisor), and an upper bound.
 _COPIES, _MAX_COPIES = 2, 512
 #: Staging rows for reads.
 _READS = 64
