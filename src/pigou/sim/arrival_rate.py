@@ -30,7 +30,7 @@ _FORMS = "requests a second (5), RATE@SECOND/... (5@0/15@120), or FILE.csv with 
 
 
 class RateSchedule(msgspec.Struct, frozen=True, kw_only=True):
-    """An arrival rate that is constant in pieces; it is 0 before the first."""
+    """Piecewise constant arrival rate; 0 before the first piece."""
 
     seconds: tuple[float, ...]  # start of each piece from the beginning, ascending
     rates: tuple[float, ...]  # requests per second in each piece; the last one never ends
@@ -53,7 +53,7 @@ class RateSchedule(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, rate: float | RateSchedule) -> RateSchedule:
-        """Return a schedule as it is, or that of one rate for ever."""
+        """Return a schedule, constant for a number."""
         return rate if isinstance(rate, RateSchedule) else cls(seconds=(0.0,), rates=(rate,))
 
     @property
@@ -63,7 +63,7 @@ class RateSchedule(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def changes(self) -> tuple[float, ...]:
-        """Seconds at which the rate becomes another one, the first included."""
+        """Seconds at which the rate changes, the first included."""
         before = (-1.0, *self.rates)
         pieces = zip(self.seconds, before, self.rates, strict=False)
         return tuple(second for second, old, new in pieces if old != new)
@@ -74,7 +74,7 @@ class RateSchedule(msgspec.Struct, frozen=True, kw_only=True):
         return self.rates[piece] if piece >= 0 else 0.0
 
     def expected(self, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the requests that are expected until each time: the integral of the rate."""
+        """Return the expected requests until each time: the integral of the rate."""
         starts, sums = self._sums()
         piece = np.maximum(np.searchsorted(starts, seconds, side="right") - 1, 0)
         since = np.maximum(seconds - starts[piece], 0.0)
@@ -82,7 +82,7 @@ class RateSchedule(msgspec.Struct, frozen=True, kw_only=True):
         return total
 
     def times(self, counts: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the second until which so many requests are expected; infinity where never."""
+        """Return the second by which each of `counts` requests is expected; infinity if never."""
         starts, sums = self._sums()
         piece = np.searchsorted(sums, counts, side="right") - 1
         rates = np.array(self.rates)[piece]

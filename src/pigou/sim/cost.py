@@ -28,7 +28,7 @@ def gpu_rate(
     prices: PriceList, gpu: str, gpus: int, model: Architecture | None = None,
     tiers: dict[str, float] | None = None,
 ) -> WorkerRate:  # fmt: skip
-    """Return what a worker costs; `tiers` are bytes by name, beyond the device."""
+    """Return a worker's rate; `tiers` are bytes by name, beyond the device."""
     device = gpu_named(gpu)
     watts = MAX_WATTS.get(device.name)
     rate = WorkerRate(

@@ -65,7 +65,7 @@ from pigou.sim.workload import block_hashes
 
 
 class TokenReports:
-    """Tells the control plane of tokens by arrays that are made once."""
+    """Reports tokens to the control plane, in preallocated arrays."""
 
     def __init__(self, plane: AnyPlane) -> None:
         self._plane = plane
@@ -74,7 +74,7 @@ class TokenReports:
         self._one_stream = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
 
     def add_slots(self, streams: int) -> None:
-        """Make room for so many more streams at once."""
+        """Grow the arrays by `streams` streams."""
         self._slots = np.zeros(len(self._slots) + streams, dtype=np.int64)
         self._counts = self._slots.copy()
 
@@ -88,14 +88,14 @@ class TokenReports:
             self._plane.on_tokens(slots[:size], counts[:size], now)
 
     def publish_one(self, slot: int, count: int, now: int) -> None:
-        """Tell of so many tokens of one stream."""
+        """Report `count` tokens of one stream."""
         slots, counts = self._one_stream
         slots[0], counts[0] = slot, count
         self._plane.on_tokens(slots, counts, now)
 
 
 class Dispatcher:
-    """Takes requests to workers, and tells the control plane what becomes of them."""
+    """Sends requests to workers, and reports to the control plane."""
 
     def __init__(
         self, plane: AnyPlane, clock: Clock, network: Network,
@@ -125,7 +125,7 @@ class Dispatcher:
         return len(self._attempts)
 
     def legs_on(self, worker: str) -> list[Leg]:
-        """Return the legs that run on a worker, or are on their way there."""
+        """Return the legs running on a worker, or on their way there."""
         legs = [attempt.leg for attempt in self._attempts.values()]
         return [leg for leg in legs if leg is not None and leg.worker == worker]
 
@@ -182,7 +182,7 @@ class Dispatcher:
     # --- the control plane's side -------------------------------------------------------------
 
     def observe(self, observation: Observation, now: int) -> None:
-        """Tell the control plane a fact, and do what it decides."""
+        """Report an event to the control plane, and apply its decisions."""
         if self._lagging and len(self._plane.queue):  # a queued request may be routed
             self.catch_up()
         decisions = self._plane.observe(observation, now)
@@ -192,7 +192,7 @@ class Dispatcher:
             self.pull.observe(observation, now)
 
     def perform(self, decisions: Iterable[Decision | Action], now: int) -> None:
-        """Do what the control plane decides."""
+        """Apply the control plane's decisions."""
         for decision in decisions:
             if isinstance(decision, Route | Shed | Recall):
                 attempt = self._attempts.get(decision.request)
@@ -204,7 +204,7 @@ class Dispatcher:
                 assert isinstance(decision, Queue)
 
     def tick(self, now: int) -> None:
-        """Let time pass for the control plane, and do what it decides."""
+        """Tick the control plane, and apply its decisions."""
         if self._lagging and len(self._plane.queue):
             self.catch_up()
         self.perform(self._plane.tick(now), now)
@@ -234,11 +234,11 @@ class Dispatcher:
         self._perform(attempt, effects, now)
 
     def take(self, attempt: Attempt, event: LifecycleEvent, now: int) -> None:
-        """Give the lifecycle an event, and do what follows."""
+        """Pass an event to the lifecycle, and apply its effects."""
         self._perform(attempt, attempt.lifecycle.take(event, now), now)
 
     def _perform(self, attempt: Attempt, effects: Effects, now: int) -> None:
-        """Do what follows; a step that is not the next one any more is left out."""
+        """Apply effects; skip a step that is no longer the next."""
         lifecycle = attempt.lifecycle
         for effect in effects:  # `type` is quicker than a match
             if type(effect) is StopLeg:

@@ -100,7 +100,7 @@ class FleetPlacer:
         return self._located(replica)
 
     def refusal(self, role: Role) -> str:
-        """Return why no further worker of a role can be placed now; empty where one can."""
+        """Return why no worker of a role can be placed now, or ""."""
         if self._config.placement == "random":
             gpus = self._gpus.get(role, 1)
             return "" if max(self._free.values()) >= gpus else f"no host has {gpus} GPUs free"
@@ -206,7 +206,7 @@ class SimulatedFleet:
         return [self.plane] if self.gateways is None else self.gateways.planes
 
     def close(self) -> None:
-        """At the end of the run: count the steps under way."""
+        """Count the current plan's ended steps, at the end of the run."""
         for worker in self.workers:
             if worker.sim is not None:
                 worker.sim.close()
@@ -283,7 +283,7 @@ class SimulatedFleet:
         self.dispatcher.observe(WorkerUp(worker.info), now)
 
     def remove(self, worker: FleetWorker, now: int) -> None:
-        """A worker goes at once, for good; what runs there goes elsewhere."""
+        """Remove a worker at once, for good; its requests migrate."""
         if worker.registered:  # so that its return is not expected
             self.dispatcher.observe(WorkerDraining(worker.name), now)
         legs = self._end_life(worker)
@@ -302,7 +302,7 @@ class SimulatedFleet:
         return self._links[distance(*locations)]
 
     def readmit(self, worker: FleetWorker, now: int) -> None:
-        """A worker serves again, in its present role, with what it runs and has cached."""
+        """Let a worker serve again in its present role, with its requests and cache."""
         worker.enter(WorkerState.READY, now)
         self.dispatcher.observe(WorkerUp(worker.info), now)
 
@@ -357,7 +357,7 @@ class SimulatedFleet:
         self.dispatcher.finished(leg, finished, now)
 
     def wanted(self, leg: Leg, load: Load, now: int) -> None:
-        """A leg wants blocks of its source; none, if it has them all."""
+        """A leg asks for blocks of its source; 0 if it has them all."""
         self.dispatcher.leases.transfer(leg, load, now)
 
     def cache_changed(self, worker: str, events: tuple[KVEvent, ...], now: int) -> None:
@@ -420,7 +420,7 @@ class SimulatedFleet:
         self._clock.at(now + self._report_every, Phase.TICK, -3, self._send_reports)
 
     def _deliver(self, call: Callable[[], Sequence[Decision]], now: int) -> None:
-        """Do what a control plane decides upon another gateway's message."""
+        """Apply a control plane's decisions on another gateway's message."""
         if self.gateways is not None and len(self.gateways.queue):
             self.dispatcher.catch_up()
         self.dispatcher.perform(call(), now)

@@ -82,7 +82,7 @@ class RoleFlipConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class ScalingConfig(PlannerConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The objective of a simulated fleet, and the planner that changes the fleet for it."""
+    """Objective of a simulated fleet, and its planner."""
 
     classes: Annotated[
         tuple[RequestClassConfig, ...],
@@ -135,7 +135,7 @@ class DistanceLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class HostGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Hosts that are alike: `count` of them, with so many GPUs, in a rack of a zone."""
+    """`count` equal hosts in a rack of a zone."""
 
     count: int = 1
     gpus: int = 8
@@ -151,11 +151,7 @@ class HostGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class TopologyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where a fleet's workers run.
-
-    A transfer takes the slower of the workers' links and the link of its distance class; within a
-    host only the latter.
-    """
+    """Placement of a fleet's workers; transfers take the slower of both links."""
 
     hosts: tuple[HostGroup, ...]
     placement: Literal["cost", "random"] = "cost"  # cost: all as one gang
@@ -198,7 +194,7 @@ _ROLES = {
 
 
 class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A time in which a worker's steps take `factor` times as long; seconds from the beginning."""
+    """Interval with steps `factor` times as long; seconds from the start."""
 
     factor: float
     start: float = 0.0
@@ -210,7 +206,7 @@ class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Outage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A time in which a worker is dead, in seconds from the start; its cache is empty after it."""
+    """Interval of a worker's death; seconds from the start. Its cache is lost."""
 
     start: float
     end: float = math.inf
@@ -228,7 +224,7 @@ def _check_times(start: float, end: float) -> None:
 
 
 class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Workers that are alike."""
+    """A group of equal workers."""
 
     role: Role = Role.BOTH
     count: int = 1

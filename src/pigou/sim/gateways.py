@@ -84,7 +84,7 @@ class SimulatedGateways:
         self._lags: list[int] = []
 
     def follow(self, take: Take) -> None:
-        """Have decisions that come of messages done by `take`."""
+        """Let `take` apply decisions caused by messages."""
         self._take = take
 
     # --- the calls of a control plane ---------------------------------------------------------
@@ -174,7 +174,7 @@ class SimulatedGateways:
         return [Assess(_merged([request.snapshot, *(s for s in others if s is not None)]))]
 
     def _changed(self, gateway: int, now: int) -> None:
-        """Publish what changed at a gateway: now, or at the end of an interval of the lag."""
+        """Publish a gateway's changes: now, or after an interval of the lag."""
         if self._due[gateway] or not self._config.exchanges:
             return
         self._due[gateway] = True
@@ -219,7 +219,7 @@ class SimulatedGateways:
             self._send(gateway, request, now)
 
     def _look(self, gateway: int, now: int) -> None:
-        """Let time pass for what a gateway knows of the others."""
+        """Advance a gateway's view of the others."""
         receiver = self._receivers[gateway]
         if receiver.peers:
             self._lags.append(receiver.lag_ns)
@@ -250,7 +250,7 @@ def make_gateways(
 
 
 def _merged(snapshots: Sequence[PoASnapshot]) -> PoASnapshot:
-    """Return the snapshot of all requests; speeds are those that the first gateway learned."""
+    """Return the merged snapshot; speeds are the first gateway's."""
     first = snapshots[0]
     ended = [r for s in snapshots for r, scored in zip(s.records, s.scored, strict=True) if scored]
     running = [

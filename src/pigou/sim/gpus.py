@@ -48,7 +48,7 @@ class Gpu:
         return (devices - 1) * (self.link_latency + size / devices / self.link_bandwidth)
 
     def check_tp(self, tp: int) -> None:
-        """Refuse tensor parallelism that reaches beyond the devices which the links join."""
+        """Raise ConfigError for tensor parallelism beyond the linked devices."""
         if not 1 <= tp <= self.link_gpus:
             raise ConfigError(
                 f"tp is {tp}; links of {self.link_bandwidth / GIGA:g} GB/s join {self.link_gpus} "
@@ -123,7 +123,7 @@ def layer_bytes(hidden: int, wide: float, max_batched_tokens: int) -> int:
 
 
 def reserve(model: Architecture, tp: int, max_batched_tokens: int, max_seqs: int) -> int:
-    """Return the bytes of activations that a GPU keeps free for the largest step."""
+    """Return the activation bytes of the largest step, kept free on a GPU."""
     layer = layer_bytes(model.hidden, model.wide / tp, max_batched_tokens)
     return layer + max_seqs * model.vocab * SAMPLER_BYTES
 

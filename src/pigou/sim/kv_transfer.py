@@ -22,7 +22,7 @@ OnFetchFailed: TypeAlias = Callable[[Attempt, FetchKV, int], None]
 
 
 class KVLeases:
-    """Blocks that workers hold for others, each until it is released or its lease ends."""
+    """Blocks held for other workers, until release or the lease's end."""
 
     def __init__(
         self, clock: Clock, workers: Mapping[str, FleetWorker], network: Network, lease_ns: int
@@ -31,7 +31,7 @@ class KVLeases:
         self._lease_ns = lease_ns
 
     def add(self, worker: str, hold_id: str, key: int, now: int) -> None:
-        """Record that a worker holds blocks under an id; `key` orders the end of the lease."""
+        """Record a hold under an id; `key` orders lease ends."""
         self._workers[worker].held_ids.add(hold_id)
         self._clock.at(
             now + self._lease_ns, Phase.TICK, key, lambda at: self.release(worker, hold_id, at)
@@ -46,7 +46,7 @@ class KVLeases:
                 owner.sim.release(hold_id, now)
 
     def transfer(self, leg: Leg, load: Load, now: int) -> None:
-        """Send a leg the blocks that it wants of its source; none, if it has them all."""
+        """Transfer a leg the blocks it asks of its source; 0 if it has them all."""
         source, hold_id = self._workers[leg.source.worker], leg.source.hold_id
         if not len(load.blocks):
             self.release(leg.source.worker, hold_id, now)
@@ -82,7 +82,7 @@ class RemoteKVFetches:
         self._number = 0
 
     def start(self, attempt: Attempt, fetch: FetchKV, now: int) -> None:
-        """Ask a worker to hold what it has cached of a prompt."""
+        """Ask a worker to hold a prompt's cached blocks."""
         self._number += 1
         hold_id = f"lend-{self._number}"
         run = attempt.run

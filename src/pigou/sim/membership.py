@@ -31,7 +31,7 @@ _DEFAULTS = {"count": 1, "starts": 0.0, "slow": (), "fails": ()}
 
 @dataclass(frozen=True, slots=True)
 class WorkerPool:
-    """Workers of one role that run on the same."""
+    """A pool of equal workers of one role."""
 
     name: str  # the role, numbered if several pools share it
     role: Role
@@ -41,7 +41,7 @@ class WorkerPool:
 
 @dataclass(frozen=True, slots=True)
 class MembershipChange:
-    """A worker entered a state; None for one that is gone."""
+    """A worker's new state; None once gone."""
 
     at_ns: int
     worker: str
@@ -56,11 +56,7 @@ class _Drain:
 
 
 class Membership:
-    """Changes a fleet while it runs, by the messages of a live gateway.
-
-    A worker that joins is announced once started (`WorkerUp`). One that leaves or flips drains
-    first (`WorkerDraining`), then goes (`WorkerDown`) or is up in its new role.
-    """
+    """Changes a running fleet, by a live gateway's messages; leaving workers drain first."""
 
     def __init__(
         self, fleet: SimulatedFleet, config: FleetConfig, specs: Sequence[WorkerSpec],
@@ -94,7 +90,7 @@ class Membership:
         return {name: states.count(state) for state, name in _STATES.items()}
 
     def worker(self, name: str) -> FleetWorker | None:
-        """Return a worker that is not gone; None where there is none of that name."""
+        """Return a live worker, or None."""
         for worker in self._fleet.workers:
             if worker.name == name and worker.state is not None:
                 return worker
@@ -107,12 +103,12 @@ class Membership:
         return self.pools[source].make == self.pools[target].make
 
     def start_refusal(self, pool: str) -> str:
-        """Return why no further worker of a pool can be placed now; empty where one can."""
+        """Return why no worker of a pool can be placed now, or ""."""
         placer = self._fleet.placer
         return "" if placer is None else placer.refusal(self.pools[pool].role)
 
     def is_last_decoder(self, worker: FleetWorker) -> bool:
-        """Whether a worker decodes, and no other one that is ready does."""
+        """True for the last ready decoder."""
         ready = [w for w in self._fleet.workers if w.state is WorkerState.READY]
         return [w for w in ready if w.info.role.decodes] == [worker]
 
@@ -138,11 +134,11 @@ class Membership:
         return worker
 
     def drain(self, worker: FleetWorker, now: int) -> None:
-        """Let a ready worker end what it has, then go."""
+        """Drain a ready worker, then remove it."""
         self._drain(worker, lambda at: self.remove(worker, at), now)
 
     def remove(self, worker: FleetWorker, now: int) -> None:
-        """Let a worker go at once; what runs there goes elsewhere."""
+        """Remove a worker at once; its requests migrate."""
         self._drains.pop(worker.name, None)
         self._fleet.remove(worker, now)
         self._note(worker, now)
@@ -150,7 +146,7 @@ class Membership:
     def set_limits(
         self, pool: str, max_seqs: int | None, max_batched_tokens: int | None, now: int
     ) -> None:
-        """Limit what workers of a pool, present and future, run at once; None keeps a limit."""
+        """Set running limits of a pool's present and future workers; None keeps one."""
         seqs, tokens = self._limits.get(pool, (None, None))
         self._limits[pool] = (
             seqs if max_seqs is None else max_seqs,
@@ -160,7 +156,7 @@ class Membership:
             self._limit(worker, now)
 
     def flip(self, worker: FleetWorker, pool: str, now: int) -> None:
-        """Let a ready worker serve in another pool, after a drain where flips take one."""
+        """Flip a ready worker to another pool, after a drain if flips need one."""
         if self._config.flip.drains:
             self._drain(worker, lambda at: self._change_role(worker, pool, at), now)
         else:
@@ -202,7 +198,7 @@ class Membership:
         self._at(now + round(took_s * SECOND), worker, ended)
 
     def _limit(self, worker: FleetWorker, now: int) -> None:
-        """Give a worker the limits of its pool; its own where the pool has none."""
+        """Apply a pool's limits to a worker, or its own."""
         if worker.sim is None or not self._limits:
             return
         engine = worker.spec.engine

@@ -42,13 +42,13 @@ class LinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def nanos_per_byte(self) -> float:
-        """Of a transfer that has the link to itself."""
+        """Nanoseconds per byte of a transfer alone on the link."""
         return 8.0 / self.gbps if self.gbps else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What lies between two workers beside their own links."""
+    """Path between two workers, beside their own links."""
 
     nanos_per_byte: float  # minimum ns per byte of a transfer
     latency_ns: int  # ns to the first byte; overrides the link's
@@ -70,7 +70,7 @@ class _Transfer:
 
 
 class Network:
-    """Moves bytes between workers, which are known by number."""
+    """Transfers bytes between workers, known by number."""
 
     def __init__(
         self, config: LinkConfig, clock: Clock, ways: Callable[[int, int], Way] | None = None,

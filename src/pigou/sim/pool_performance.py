@@ -21,10 +21,7 @@ _PROMPT_POINTS = 16
 
 
 def measure_performance(spec: WorkerSpec, role: Role, fleet: FleetConfig) -> PerformanceModel:
-    """Return a pool's performance model, measured as a profile of one worker.
-
-    TTFT includes what a request takes besides: legs, KV transfer, the first decode step.
-    """
+    """Return a pool's performance model, measured on one worker; TTFT includes legs and KV."""
     engine, timing = spec.engine, spec.timing
     max_tokens = max(engine.max_model_len, _MIN_TOKENS + 1)
     prompts = np.unique(np.geomspace(_MIN_TOKENS, max_tokens, _PROMPT_POINTS).round().astype(int))

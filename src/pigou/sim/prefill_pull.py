@@ -26,7 +26,7 @@ _KEY = -4
 
 
 class PullDriver(Protocol):
-    """What the queue asks of the dispatcher."""
+    """Dispatcher calls of the queue."""
 
     def observe(self, observation: Observation, now: int) -> None:
         """Tell the control plane a fact."""
@@ -35,7 +35,7 @@ class PullDriver(Protocol):
         """Give the lifecycle of an attempt an event."""
 
     def send_prefill(self, attempt: Attempt, worker: str, number: int, now: int) -> None:
-        """Begin the leg of a lifecycle's number that computes a prompt."""
+        """Start prefill, as a numbered leg of a lifecycle."""
 
     def catch_up(self) -> None:
         """Have all past KV events published."""
@@ -60,7 +60,7 @@ class PrefillPull:
         self._next_ns = NEVER
 
     def observe(self, observation: Observation, now: int) -> None:
-        """Note workers that come, go and change their role."""
+        """Note joins, leaves and role changes."""
         if isinstance(observation, WorkerUp):
             worker = observation.worker
             if worker.role.prefills and not worker.role.decodes:
@@ -110,7 +110,7 @@ class PrefillPull:
     # --- inside -------------------------------------------------------------------------------
 
     def _leave(self, worker: str, now: int, *, gone: bool = False) -> None:
-        """A worker pulls no more; what it has claimed goes elsewhere if it is gone."""
+        """Stop a worker's pulling; its claims go elsewhere if it is gone."""
         self._idle_since.pop(worker, None)
         self.queue.worker_stops(worker)
         if gone:

@@ -18,7 +18,7 @@ from pigou.sim.workload import RequestSpec
 
 
 class RunOutcome(StrEnum):
-    """How a request ended; `PENDING` until then, and for good where the run was cut off."""
+    """Outcome of a request; `PENDING` until its end, or if cut off."""
 
     PENDING = "pending"
     DONE = "done"
@@ -61,17 +61,17 @@ class RequestRun(msgspec.Struct, eq=False):
 
     @property
     def attempt_id(self) -> str:
-        """Id of its present attempt before the control plane."""
+        """Control plane id of the present attempt."""
         return str(self.number) if self.attempts <= 1 else f"{self.number}.{self.attempts}"
 
     def begin(self, now: int) -> None:
-        """Note that a worker begins to compute it, for the first time in this attempt."""
+        """Note the first computation of this attempt."""
         if self.began_ns < self.sent_ns:
             self.began_ns = now
 
 
 class KVSource(NamedTuple):
-    """The worker that a leg reads the beginning of its prompt from; none by default."""
+    """Source of a leg's prompt prefix; none by default."""
 
     worker: str = ""  # holds the blocks; "" for none
     hold_id: str = ""  # request id under which it holds them
@@ -96,7 +96,7 @@ class Attempt(msgspec.Struct, eq=False):
     slot: int = -1
 
     def plane_request(self, tokens: int) -> Request:
-        """Return what is submitted to the control plane, `tokens` output tokens being there."""
+        """Return the control plane's request, with `tokens` output tokens so far."""
         spec = self.run.spec
         rest = Continuation.after(tokens, spec.prompt_tokens, spec.output_tokens)
         return Request(
@@ -125,7 +125,7 @@ class Attempt(msgspec.Struct, eq=False):
 
 
 class Leg(msgspec.Struct, eq=False):
-    """What one worker does for an attempt."""
+    """One worker's part of an attempt."""
 
     attempt: Attempt
     worker: str
@@ -141,7 +141,7 @@ class Leg(msgspec.Struct, eq=False):
 
 
 class Listener(Protocol):
-    """Receives what happens on workers."""
+    """Listener of worker events."""
 
     def refused(self, leg: Leg, error: Exception, now: int) -> None:
         """A leg was refused."""
@@ -153,7 +153,7 @@ class Listener(Protocol):
         """A leg ended by itself."""
 
     def wanted(self, leg: Leg, load: Load, now: int) -> None:
-        """A leg wants blocks of its source; none, if it has them all."""
+        """A leg asks for blocks of its source; 0 if it has them all."""
 
     def cache_changed(self, worker: str, events: tuple[KVEvent, ...], now: int) -> None:
         """KV events are published."""

@@ -49,7 +49,7 @@ def objectives_document(objectives: Objectives, runs: Sequence[RequestRun]) -> d
 
 
 def request_itl_ns(run: RequestRun) -> float | None:
-    """Return the mean nanoseconds of a request between its tokens; None where it has only one."""
+    """Return a request's mean ITL in ns; None for one token."""
     if run.output_tokens < 2:
         return None
     return (run.last_token_ns - run.first_token_ns) / (run.output_tokens - 1)
@@ -160,7 +160,7 @@ class SimulationResult:
 
 
 def summary(nanos: NDArray[Any]) -> dict[str, float | None]:
-    """Return mean and percentiles in seconds; None where there is nothing."""
+    """Return mean and percentiles in seconds, or None."""
     return msgspec.structs.asdict(latency_summary(nanos))
 
 

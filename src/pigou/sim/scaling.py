@@ -36,7 +36,7 @@ _COUNTED_NS = 60 * SECOND
 
 
 class ScalingMove(NamedTuple):
-    """A worker that joins (+1) or leaves (-1) a pool by a decision; a flip is both."""
+    """A decided join (+1) or leave (-1); a flip is both."""
 
     at_ns: int
     worker: str
@@ -45,7 +45,7 @@ class ScalingMove(NamedTuple):
 
 
 class OfferedRate:
-    """The arrival rate of a workload: those of its schedules, or as counted in the last minute."""
+    """Arrival rate of a workload: by schedule, or counted over a minute."""
 
     def __init__(self, schedules: Sequence[RateSchedule], client: SimulatedClient) -> None:
         """Take the schedule of each part; none counts the client's requests instead."""
@@ -62,7 +62,7 @@ class OfferedRate:
         return tuple(sorted(times | {EPOCH}))
 
     def at(self, now: int) -> tuple[float, ...]:
-        """Return the requests a second of each part at a time that has passed."""
+        """Return each part's requests per second at a past time."""
         if self._schedules:
             return tuple(schedule.at((now - EPOCH) / SECOND) for schedule in self._schedules)
         begin = max(EPOCH, now - _COUNTED_NS)
@@ -121,7 +121,7 @@ def settle_seconds(
 
 @dataclass(frozen=True, slots=True)
 class ScaledFleet:
-    """A fleet of one model that a planner changes."""
+    """A planned fleet of one model."""
 
     prefix: str  # prefix of pool and worker names for the planner; "" if alone
     membership: Membership
@@ -139,7 +139,7 @@ class ScaledFleet:
 
 
 class ScaledFleets:
-    """Several such fleets as one that is changed (a `ManagedFleet`)."""
+    """Several planned fleets as one `ManagedFleet`."""
 
     def __init__(self, fleets: Sequence[ScaledFleet]) -> None:
         self._fleets = tuple(fleets)
@@ -155,24 +155,24 @@ class ScaledFleets:
         return [fleet.prefix + pool for fleet in self._fleets for pool in fleet.membership.pools]
 
     def worker(self, id: str) -> ManagedWorker | None:
-        """Return a worker that is not gone; None where there is none of that id."""
+        """Return a live worker, or None."""
         fleet, worker = self._find(id)
         if fleet is None or worker is None or worker.state is None:
             return None
         return ManagedWorker(id, fleet.prefix + worker.pool, worker.state)
 
     def is_last_decoder(self, id: str) -> bool:
-        """Whether a worker decodes, and no other one of its model that is ready does."""
+        """True for the last ready decoder."""
         fleet, worker = self._at(id)
         return fleet.membership.is_last_decoder(worker)
 
     def start_refusal(self, pool: str) -> str:
-        """Return why a pool cannot grow: no host has room; empty where it can."""
+        """Return why a pool cannot grow, or ""."""
         fleet, own = self._pool(pool)
         return fleet.membership.start_refusal(own)
 
     def flip_refusal(self, id: str, pool: str) -> str:
-        """Return why a worker cannot serve in another pool; empty where it can."""
+        """Return why a worker cannot change pools, or ""."""
         fleet, worker = self._at(id)
         own = fleet.own_name(pool)
         if own is None or not fleet.membership.can_flip(worker.pool, own):
@@ -191,7 +191,7 @@ class ScaledFleets:
     def set_limits(
         self, pool: str, max_seqs: int | None, max_batched_tokens: int | None, now: int
     ) -> None:
-        """Let each worker of a pool, and those that join it, run no more at once."""
+        """Set running limits of a pool's workers, future ones too."""
         fleet, own = self._pool(pool)
         fleet.membership.set_limits(own, max_seqs, max_batched_tokens, now)
 
@@ -203,20 +203,20 @@ class ScaledFleets:
         return fleet.prefix + worker.name
 
     def drain(self, id: str, now: int) -> None:
-        """Let a ready worker end what it has, then go."""
+        """Drain a ready worker, then remove it."""
         fleet, worker = self._at(id)
         fleet.note(worker.name, worker.pool, -1, now)
         fleet.membership.drain(worker, now)
 
     def remove(self, id: str, now: int) -> None:
-        """Let a worker go at once; what runs there goes elsewhere."""
+        """Remove a worker at once; its requests migrate."""
         fleet, worker = self._at(id)
         if worker.state is not WorkerState.DRAINING:
             fleet.note(worker.name, worker.pool, -1, now)
         fleet.membership.remove(worker, now)
 
     def flip(self, id: str, pool: str, now: int) -> None:
-        """Let a ready worker serve in another pool, after a drain where flips take one."""
+        """Flip a ready worker to another pool, after a drain if flips need one."""
         fleet, worker = self._at(id)
         _, own = self._pool(pool)
         fleet.note(worker.name, worker.pool, -1, now)
@@ -250,7 +250,7 @@ _DRAIN_S = 10.0
 
 
 class PlannedFleet(NamedTuple):
-    """A fleet as a planner is told of it."""
+    """A planner's view of a fleet."""
 
     prefix: str
     config: FleetConfig
@@ -258,7 +258,7 @@ class PlannedFleet(NamedTuple):
 
 
 def with_start_up(fleet: FleetConfig, config: ScalingConfig) -> FleetConfig:
-    """Return a fleet with the start-up time that the scaling has, where it has one."""
+    """Return a fleet with the scaling's start-up time, if set."""
     if config.start_up is None:
         return fleet
     start_up = msgspec.structs.replace(fleet.start_up, seconds=config.start_up)
@@ -268,7 +268,7 @@ def with_start_up(fleet: FleetConfig, config: ScalingConfig) -> FleetConfig:
 def build_planner(
     config: ScalingConfig, objectives: Objectives, fleets: Sequence[PlannedFleet], seed: int
 ) -> Planner:
-    """Return the planner that a configuration names."""
+    """Return a configuration's planner."""
     params = dict(config.planner)
     return load(params.pop("planner"), planner_setup(config, objectives, fleets, seed), params)
 
@@ -276,7 +276,7 @@ def build_planner(
 def planner_setup(
     config: ScalingConfig, objectives: Objectives, fleets: Sequence[PlannedFleet], seed: int
 ) -> PlannerSetup:
-    """Return what every planner of these fleets is given."""
+    """Return the planner setup of these fleets."""
     tables = _tables(config, fleets)
     performance = {
         fleet.prefix + pool.name: measure_performance(pool.spec, pool.role, fleet.config)
@@ -319,7 +319,7 @@ def budget_of(config: ScalingConfig, fleets: Sequence[PlannedFleet]) -> Budget:
 
 
 def times_of(fleets: Sequence[PlannedFleet]) -> ProvisioningTimes:
-    """Return what changes take, that of the slowest fleet each."""
+    """Return change durations, of the slowest fleet each."""
     start_ups = [fleet.config.start_up for fleet in fleets]
     drain_s = max(fleet.config.drain_s or _DRAIN_S for fleet in fleets)
     flips = [
@@ -444,7 +444,7 @@ def _merged(windows: Sequence[tuple[str, PlannerWindow]]) -> PlannerWindow:
 
 
 def _entry(decision: PlannerDecision, refusals: list[str]) -> dict[str, Any]:
-    """Return a decision as the figures have it; what is not known is left out."""
+    """Return a decision's fields, without unknown ones."""
     entry: dict[str, Any] = {
         "at_s": (decision.now_ns - EPOCH) / SECOND,
         "actions": [msgspec.to_builtins(action) for action in decision.actions],

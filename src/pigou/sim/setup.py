@@ -32,7 +32,7 @@ class TierConfig(TierOption, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What workers run on, where their own configuration does not say."""
+    """Default hardware and limits of workers."""
 
     model: Annotated[str, option("llama-3.1-8b ..., or a config.json.", "Fleet")] = ""
     gpu: Annotated[str, option("A100, H100, H200, B200, RTX4090 ..., or cpu.", "Fleet")] = ""
@@ -177,11 +177,11 @@ class SweepConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def context_tokens(self) -> tuple[int, ...]:
-        """Tokens that streams hold, rising."""
+        """Context lengths in tokens, rising."""
         return _numbers("contexts", self.contexts, int, 2, 10_000_000)
 
     def decode_cells(self, max_seqs: int, kv_tokens: float) -> list[tuple[int, int]]:
-        """Return users and tokens that each holds, of the cells that a worker can hold."""
+        """Return (users, tokens each) of the cells that fit a worker."""
         return [
             (users, context)
             for context in self.context_tokens

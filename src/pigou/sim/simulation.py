@@ -130,7 +130,7 @@ class Simulation:
         return self.finish(time.perf_counter() - began)
 
     def finish(self, wall_s: float) -> SimulationResult:
-        """Return the result at the end of the run, which took so many seconds to compute."""
+        """Return the run's result; `wall_s` is its wall-clock time."""
         clock, client, fleet = self.clock, self.client, self.fleet
         fleet.close()
         fetches = fleet.dispatcher.kv_fetches
@@ -178,7 +178,7 @@ def _check_end(fleet: FleetConfig) -> None:
 def _worker_specs(
     fleet: FleetConfig, setup: Setup, max_tokens: int
 ) -> tuple[list[WorkerSpec], float]:
-    """Return what each group of workers runs on, and the seconds from the client to a worker."""
+    """Return each group's worker spec, and the seconds from client to worker."""
     specs, overhead_s, vllm = [], 0.0, setup.engine == "vllm"
     for group in fleet.workers:
         gpu, tp = group.gpu or setup.gpu, group.tp or setup.tp
@@ -272,7 +272,7 @@ _WORKERS = 2
 
 
 def warm_up(fleet: FleetConfig, setup: Setup, control: ControlConfig) -> None:
-    """Run a small simulation, so that kernels are compiled or loaded."""
+    """Compile or load the kernels by a small simulation."""
     startup_profiling.warm_up()
     prefix_index.warm_up()  # small caches never outgrow its tables
     groups = tuple(

@@ -54,7 +54,7 @@ class Streams:
         self._set_awaiting(row, False)
 
     def settle(self, leg: Leg, passed: int) -> None:
-        """Write to a leg its tokens so far, `passed` steps of its plan included."""
+        """Write a leg's tokens so far, with `passed` steps of its plan."""
         row = leg.row
         leg.produced, leg.published = self._produced.item(row) + passed, self._published.item(row)
 
@@ -78,7 +78,7 @@ class Streams:
         )  # fmt: skip
 
     def count(self, rows: Ints, tokens: Ints, end_times: Nanos, steps: int) -> list[Leg]:
-        """Count the tokens of a plan that ended, and their gaps; return legs with a first token."""
+        """Count an ended plan's tokens and gaps; return legs with a first token."""
         self.unpublished = True
         itl, first_rows = self._itl, self._first_rows
         begun = count(
@@ -97,7 +97,7 @@ class Streams:
         return legs
 
     def count_passed(self, rows: Ints, end_times: Nanos, steps: int) -> None:
-        """Count the gaps of rows that leave a plan before its end."""
+        """Count the gaps of rows leaving a plan early."""
         itl, tokens = self._itl, np.full(len(rows), steps, dtype=np.int32)
         count(
             rows, tokens, end_times, steps, self._produced, self._last_token_ns,
@@ -128,11 +128,11 @@ class ITLHistogram:
         add_gaps(gaps, self.histogram, self.sums)
 
     def mean(self) -> float:
-        """Return the mean in seconds, NaN where there is none."""
+        """Return the mean in seconds, or NaN."""
         return int(self.sums[GAPS_NS]) / self.count / SECOND if self.count else float("nan")
 
     def percentiles(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return percentiles (0 to 100) in seconds, the middle of their class; NaN where empty."""
+        """Return percentiles (0 to 100) in seconds, by class middles, or NaN."""
         if not self.count:
             return np.full(len(shares), np.nan)
         ranks = np.maximum(1, np.ceil(shares / 100 * self.count)).astype(np.int64)

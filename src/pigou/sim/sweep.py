@@ -112,7 +112,7 @@ def _simulation(
 
 
 def _performance(setup: Setup, max_tokens: int) -> PerformanceModel:
-    """Return what a worker can do, by its timing model: it says how long cells take."""
+    """Return a worker's performance, by its timing model."""
     lengths = RequestLengths(input=(max_tokens, max_tokens), output=(2, 2))
     simulation = _simulation(renewal(lengths, 1.0, 0.0, 1, 0.0, 0), 1, 1, setup, 0)
     pool = simulation.membership.pools["decode"]
@@ -189,7 +189,7 @@ def _decode(
 
 
 def _overhead(prompts: list[PromptPoint]) -> tuple[float, float]:
-    """Return what TTFT takes besides the prompt: a constant, and for each token."""
+    """Return TTFT's overhead: constant, and per token."""
     tokens = np.array([point.isl_tokens for point in prompts], dtype=np.float64)
     rest = np.array([max(point.ttft_s - point.prefill_s, 0.0) for point in prompts])
     if len(prompts) < 2:

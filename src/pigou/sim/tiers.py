@@ -49,7 +49,7 @@ def simulated_tiers(
 
 
 def recompute_cost_of(timing: Timing, block_size: int, tokens: int) -> RecomputeCost:
-    """Read off a timing model what computing a block takes, in steps of `tokens` tokens."""
+    """Return a block's recompute cost by a timing model, in steps of `tokens`."""
 
     def seconds(before: int) -> float:
         counts, kv = np.array([tokens], dtype=np.int32), np.array([before], dtype=np.int32)
@@ -110,7 +110,7 @@ class TierLinks:
         )
 
     def expect(self, now: int) -> None:
-        """See to it that what sessions need is brought back when they are due."""
+        """Bring sessions' blocks back before they are due."""
         due = self._core.next_return
         if due is None or (self._expected is not None and self._expected <= due):
             return

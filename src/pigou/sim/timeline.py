@@ -47,7 +47,7 @@ class Timeline:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Names of the workers that were there so far, in the order of the arrays."""
+        """Names of all workers so far, in array order."""
         self._add_workers()
         return tuple(self._row)
 
@@ -58,12 +58,12 @@ class Timeline:
         return seconds
 
     def fleet(self, name: str) -> NDArray[np.float64]:
-        """Return one of `FLEET`, (samples,); NaN where there was no value yet."""
+        """Return a series of `FLEET`, (samples,); NaN if missing."""
         column: NDArray[np.float64] = self._fleet[name][: self._count]
         return column
 
     def worker(self, name: str) -> NDArray[np.float32]:
-        """Return one of `WORKER`, (samples, workers); NaN where a worker was dead or unknown."""
+        """Return a series of `WORKER`, (samples, workers); NaN if dead or unknown."""
         column: NDArray[np.float32] = self._worker[name][: self._count]
         return column
 

@@ -25,7 +25,7 @@ from pigou.sim.gpus import Gpu
 
 
 class StepShape(msgspec.Struct):
-    """What one step computes; entry i is one sequence."""
+    """Shape of one step; entry i is one sequence."""
 
     counts: Ints  # tokens to compute, shape (n,); 1 for a decode
     kv_lens: Ints  # cached tokens before the step, shape (n,)
@@ -89,7 +89,7 @@ class StepKeys:
         self._since = 0
 
     def of(self, plan: Plan, step: int) -> StepKey:
-        """Return the key of a plan's first step, before which the worker computed `step` steps."""
+        """Return the key of a plan's first step, after `step` steps."""
         rows = plan.rows
         if plan.started or plan.preempted or int(plan.counts.max()) > 1:
             self._rows = None
@@ -174,7 +174,7 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
             )
 
     def decode(self, sequences: int) -> float:
-        """Return the seconds of a step in which so many sequences decode, 1 and more."""
+        """Return the seconds of a decode step of n >= 1 sequences."""
         if sequences <= self.few:
             return self.itl_few
         return self.itl_a + self.itl_b * sequences

@@ -174,13 +174,13 @@ class MeasuredTiming:
 
 
 def reads(counts: NDArray[Any], kv_lens: NDArray[Any]) -> float:
-    """Return the cache entries that all tokens of chunks read together, themselves included."""
+    """Return the cache entries read by all tokens of chunks, causally."""
     entries = counts * kv_lens.astype(np.float64) + counts * (counts + 1) / 2
     return float(entries.sum())
 
 
 def row_between(table: VariationTable, n: int) -> _Array:
-    """Return the figures for n sequences, between those that are given; empty for none."""
+    """Return the row for n sequences, interpolated; empty for none."""
     if not table:
         return np.empty(0)
     sequences = [float(sequences_) for sequences_, _ in table]

@@ -20,7 +20,7 @@ from pigou.sim.timing_profile import profile
 
 @dataclass(frozen=True, slots=True)
 class BuiltTiming:
-    """A timing model, and what it says of its worker."""
+    """A timing model, and its worker's figures."""
 
     timing: Timing
     overhead_s: float = 0.0  # seconds from the client to a worker
@@ -84,12 +84,12 @@ def capacity(
 
 
 def kv_bytes(model: str, kv_dtype: str = "") -> int:
-    """Return the bytes of one token's KV; 0 where no model is given."""
+    """Return KV bytes per token; 0 without a model."""
     return _model(model, kv_dtype).kv_bytes if model else 0
 
 
 def kv_heads(model: str) -> int:
-    """Return the KV heads of a layer; 0 where no model is given."""
+    """Return the KV heads of a layer; 0 without a model."""
     return _model(model, "").kv_heads if model else 0
 
 

@@ -42,7 +42,7 @@ _VARIANTS = {
 
 @dataclass(frozen=True, slots=True)
 class LayerCurve:
-    """A time against a whole number, linear between the points that were measured."""
+    """A measured time by a whole number, piecewise linear."""
 
     numbers: Floats  # the numbers, rising, shape (n,)
     ns: Floats  # nanoseconds, shape (n,)

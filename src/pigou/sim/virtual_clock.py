@@ -17,7 +17,7 @@ Event = Callable[[int], None]
 
 
 class Completion(Protocol):
-    """Something that ends at some time."""
+    """A wait condition."""
 
     @property
     def done(self) -> bool:
@@ -47,7 +47,7 @@ class Clock:
         self._count = 0
 
     def at(self, time: int, phase: int, key: int, event: Event) -> None:
-        """Let `event(time)` run at a time; raises ValueError where it is past."""
+        """Schedule `event(time)`; raises ValueError for a past time."""
         if time < self.now:
             raise ValueError(f"time is {time}; now it is {self.now} already")
         self._count += 1
@@ -69,7 +69,7 @@ class Clock:
         return True
 
     def run(self, until: Completion, max_events: int) -> bool:
-        """Run events until `until.done`, at most so many; return whether it is done."""
+        """Run at most `max_events` events until `until.done`; return whether it is."""
         heap, pop = self._heap, heappop
         for _ in range(max_events):
             if until.done or not heap:
@@ -83,7 +83,7 @@ class Clock:
 
 
 class Inbox:
-    """Commands of a worker in their order, each for after so many of its steps."""
+    """Commands of a worker, in order, each due after a number of steps."""
 
     def __init__(self) -> None:
         self.waiting: deque[tuple[int, Event]] = deque()
@@ -94,7 +94,7 @@ class Inbox:
         return self.waiting[0][0]
 
     def put(self, after: int, command: Event) -> None:
-        """Let a command wait until so many steps were computed."""
+        """Queue a command until `after` more steps are computed."""
         self.waiting.append((after, command))
 
     def until(self, steps: int) -> int:

@@ -61,7 +61,7 @@ class WindowMeter:
         return self._fleet.plane
 
     def sample(self, now: int) -> None:
-        """Add what runs now to the means of the window."""
+        """Sample the running load."""
         state = self._plane.state
         for worker in self._fleet.workers:
             row = state.row.get(worker.name)
@@ -72,7 +72,7 @@ class WindowMeter:
             )
 
     def window(self, now: int) -> PlannerWindow:
-        """Return what happened since the last window."""
+        """Return the window since the last."""
         loads = self._loads(now)
         pools = tuple(
             PoolWindow(

@@ -33,7 +33,7 @@ class StepMeter:
     decode_stall_ns: int = 0  # longest step without a prompt since `take_stall`; mean of a plan
 
     def count(self, plan: Plan, steps: int, ns: int) -> None:
-        """Count so many steps of a plan, which took so many nanoseconds."""
+        """Count steps of a plan, and their nanoseconds."""
         if plan.counts.item(-1) > 1:
             self.prefill_steps += steps
             self.prefill_ns += ns
@@ -106,7 +106,7 @@ class SimWorker:
         )
 
     def abort(self, leg: Leg, now: int) -> None:
-        """End a leg, or free the blocks held for it; the listener hears no more of it."""
+        """Abort a leg, or free its held blocks; the listener gets nothing more."""
         leg.streams = leg.first = False
         if leg.row >= 0:
             if self._plan is not None and leg.row in self._yield_rows:
@@ -123,7 +123,7 @@ class SimWorker:
         self._between_steps(lambda at: on_held(len(self.core.hold_cached(request, at)), at), now)
 
     def release(self, request: str, now: int) -> None:
-        """Free the blocks that are held for a request."""
+        """Free the blocks held for a request."""
         self._between_steps(lambda _: self._add_events(self.core.release(request)), now)
 
     def retime(self, timing: Timing, now: int) -> None:
@@ -189,7 +189,7 @@ class SimWorker:
     # --- figures ------------------------------------------------------------------------------
 
     def settle(self, leg: Leg) -> None:
-        """Write to a leg its tokens so far, and how many of them are published."""
+        """Write a leg's tokens so far, with `passed` steps of its plan."""
         if leg.row >= 0:
             in_plan = self._plan is not None and leg.row in self._yield_rows
             self._streams.settle(leg, self.passed() if in_plan else 0)
@@ -218,7 +218,7 @@ class SimWorker:
         return core.running, core.waiting + added, core.usage_at(step)
 
     def passed(self) -> int:
-        """Steps of the plan under way that have ended by now."""
+        """Ended steps of the current plan."""
         if self._plan is None:
             return 0
         inclusive = (_STEP, self.number) < self._clock.position
@@ -232,7 +232,7 @@ class SimWorker:
         return self.steps + steps, self.busy_ns + end_ns - self._begin_ns
 
     def close(self) -> None:
-        """At the end of the run: count the steps of the plan under way that have ended."""
+        """Count the current plan's ended steps, at the end of the run."""
         if self.passed():
             self.steps, self.busy_ns = self.progress()
             self._count_passed(self._yield_rows)

@@ -31,7 +31,7 @@ from pigou.windows.planner_window import WorkerState
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What the workers of a group run on."""
+    """Worker spec of a group."""
 
     group: WorkerGroup  # group in the fleet's configuration
     engine: EngineConfig  # engine limits
@@ -48,7 +48,7 @@ class WorkerSpec:
     kv_heads: int = 0  # KV heads of its model; 0 if unknown
 
     def make_tiers(self) -> Tiers | None:
-        """Return new, empty tiers of one worker; None where it has none."""
+        """Return a worker's empty tiers, or None."""
         if not self.tiers:
             return None
         engine = self.engine
@@ -79,7 +79,7 @@ class FleetWorker:
     epoch: int = 0  # count of role changes
 
     def enter(self, state: WorkerState | None, now: int) -> None:
-        """Count the time of its state until now, and begin another one."""
+        """Account the present state's time, and enter another."""
         self.gpu_ns = self.gpu_ns_until(now)
         self.state, self.since_ns = state, now
 

@@ -39,7 +39,7 @@ class RequestSpec:
 
 @dataclass(frozen=True, slots=True)
 class RequestSession:
-    """Requests that follow one another, the first `start_ns` nanoseconds after the beginning."""
+    """Requests in sequence, the first at `start_ns`."""
 
     start_ns: int
     requests: Sequence[RequestSpec]
@@ -47,7 +47,7 @@ class RequestSession:
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Sessions that begin at their own times, however fast they are served."""
+    """Sessions with their own start times, however fast they are served."""
 
     sessions: Sequence[RequestSession]  # in the order of their starts
     concurrency: int = 0  # sessions at once, where starts do not count; 0 where they do

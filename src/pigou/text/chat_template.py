@@ -18,11 +18,11 @@ from jinja2.utils import Namespace
 
 
 class ChatError(ValueError):
-    """Messages that the template refuses; the text is meant for the client."""
+    """Messages refused by the template; the text is for the client."""
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """Return an environment with the settings that published templates are written for."""
+    """Return a Jinja environment with the settings of published templates."""
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
@@ -132,11 +132,7 @@ class ChatTemplate:
         names: Mapping[str, str],
         uses: Mapping[str, ChatTemplate] = MappingProxyType({}),
     ) -> None:
-        """Compile Jinja2 text; raises ValueError.
-
-        `names` are special tokens (`bos_token`, ...); `uses` maps a chat's variable to another
-        template.
-        """
+        """Compile Jinja2 text with special tokens `names`; raises ValueError."""
         env = make_environment()
         try:
             tree = env.parse(source)
@@ -151,10 +147,7 @@ class ChatTemplate:
 
     @classmethod
     def choose(cls, templates: Mapping[str, str], names: Mapping[str, str]) -> ChatTemplate | None:
-        """Compile `default`, `tool_use` and `rag` (documents); None without `default`.
-
-        ValueError.
-        """
+        """Compile `default`, `tool_use` and `rag`; None without `default`. Raises ValueError."""
         if _DEFAULT not in templates:
             return None
         uses = {
@@ -166,7 +159,7 @@ class ChatTemplate:
 
     @property
     def identity(self) -> str:
-        """The text that tells this template, with its companions, from others."""
+        """Text that identifies this template and its companions."""
         return "\0".join([self.source, *(template.source for template in self._uses.values())])
 
     def render(

@@ -43,7 +43,7 @@ class Detokenizer:
         self._window = None if vocabulary.whole is None else _Window(vocabulary.whole)
 
     def feed(self, tokens: Iterable[int]) -> str:
-        """Take further tokens; return the text that they complete."""
+        """Feed tokens; return the completed text."""
         return "".join([self.next(token) for token in tokens])
 
     def next(self, token: int) -> str:

@@ -20,7 +20,7 @@ _PROPERTIES = {"special": False, "lstrip": False, "rstrip": False, "single_word"
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return a JSON file's object; an empty one where the file is missing. Raises ValueError."""
+    """Return a JSON file's object, {} if missing; raises ValueError."""
     if not path.is_file():
         return {}
     try:
@@ -33,11 +33,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer(folder: Path) -> str:
-    """Return the text of `tokenizer.json`, with tokens from its neighbour files.
-
-    Adds `added_tokens_decoder` as transformers does, and tokens with a role. Raises OSError,
-    ValueError.
-    """
+    """Return `tokenizer.json` with its neighbours' added tokens; raises OSError, ValueError."""
     data = read_bytes(folder / "tokenizer.json", MAX_TOKENIZER)
     text, parsed = data.decode(), parse_json(data)
     if not isinstance(parsed, dict):
@@ -186,7 +182,7 @@ def end_tokens(
 
 
 def read_end_tokens(folder: Path, rows: int) -> frozenset[int]:
-    """Return a folder's end tokens that have a row in the logits. Raises ValueError."""
+    """Return a folder's end tokens within the logits; raises ValueError."""
     settings = read_object(folder / "tokenizer_config.json")
     ids = end_tokens(
         settings=settings,
@@ -200,7 +196,7 @@ def read_end_tokens(folder: Path, rows: int) -> frozenset[int]:
 
 
 def within(ids: frozenset[int], rows: int) -> frozenset[int]:
-    """Drop ids that the logits have no row for, with a warning."""
+    """Drop ids beyond the logits, with a warning."""
     outside = sorted(token for token in ids if not 0 <= token < rows)
     if outside:
         log.warning(

@@ -15,10 +15,7 @@ class StopMatch:
 
 
 class Stops:
-    """Watches a growing text for stop strings; holds back an end that may begin one.
-
-    The shown text depends on the tokens alone: to resume, replay them.
-    """
+    """Watches a growing text for stop strings; holds back a prefix. To resume, replay tokens."""
 
     __slots__ = ("_held", "_include", "_max_length", "_min_tokens", "_stops", "_tokens")
 
@@ -32,7 +29,7 @@ class Stops:
         self._held = ""
 
     def feed(self, text: str) -> str | StopMatch:
-        """Take the text, maybe "", of one token; return what may be shown, or the match."""
+        """Feed one token's text; return the text to show, or the match."""
         self._tokens += 1
         if not text:
             return ""
@@ -49,7 +46,7 @@ class Stops:
         return seen[: len(seen) - keep]
 
     def flush(self) -> str:
-        """End the text without a match: return what was held back."""
+        """End the text without a match; return held text."""
         held, self._held = self._held, ""
         return "" if self._include else held
 

@@ -53,12 +53,12 @@ class Tokenizer:
             raise TokenizerError(str(error)) from None
 
     def warm_up(self) -> None:
-        """Prepare what the first chat of a client would have to wait for."""
+        """Warm up for the first chat."""
         if self.control is not None:
             self.control.warm_up()
 
     def guard(self, value: Any) -> Any:
-        """Return a client's JSON value for a template, marked so that nothing in it is special."""
+        """Return a client's JSON value with its special tokens escaped."""
         return value if self.control is None else self.control.guard(value)
 
     def encode(self, text: str, special: bool = True) -> list[int]:

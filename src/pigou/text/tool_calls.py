@@ -42,7 +42,7 @@ Event: TypeAlias = str | CallStart | CallArguments
 
 
 class JsonEnd:
-    """Finds where one JSON value ends, in text that comes in pieces."""
+    """Finds the end of one JSON value in streamed text."""
 
     __slots__ = ("_begun", "_depth", "_escaped", "_quoted", "done")
 
@@ -54,7 +54,7 @@ class JsonEnd:
         self.done = False
 
     def feed(self, text: str) -> int:
-        """Take a piece; return how much of it belongs to the value."""
+        """Feed a piece; return how much belongs to the value."""
         for at, char in enumerate(text):
             if self._quoted:
                 if self._escaped:
@@ -101,7 +101,7 @@ class CallReader:
         self.text = ""  # text before the name was known
 
     def feed(self, text: str) -> tuple[list[Event], str]:
-        """Take a piece; return what it means, and what of it comes after the object."""
+        """Feed a piece; return its events, and the text after the object."""
         events: list[Event] = []
         if not self.begun:
             text, events = self._head(text)
@@ -192,10 +192,7 @@ _OPEN_REASONING = re.compile(r"(<think>|\[THINK\])\s*\Z")
 
 
 class ToolParser:
-    """Tells tool calls from content in a growing text; to resume, replay the text.
-
-    White space, brackets and code fences around calls are no content. Reasoning is content.
-    """
+    """Tells tool calls from content (and reasoning) in a growing text; to resume, replay it."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -203,7 +200,7 @@ class ToolParser:
         self._state: State = self._content
 
     def feed(self, text: str) -> list[Event]:
-        """Take a piece of text; return what it means."""
+        """Feed text; return its events."""
         self._rest += text
         events: list[Event] = []
         while True:
@@ -213,7 +210,7 @@ class ToolParser:
                 return events
 
     def finish(self) -> list[Event]:
-        """End the text; return what was held back and is content."""
+        """End the text; return held content."""
         raise NotImplementedError
 
     def _content(self) -> list[Event]:
@@ -454,7 +451,7 @@ class NamedParser(ToolParser):
 
 
 def detect_parser(template: str | None) -> ParserName | None:
-    """Return the format that a chat template asks the model for; None where it names none."""
+    """Return a chat template's tool call format, or None."""
     if template is None:
         return None
     if "[TOOL_CALLS]" in template:
@@ -472,7 +469,7 @@ def make_parser(name: ParserName, functions: Collection[str], reasoning: str = "
 
 
 def open_reasoning(prompt: str, final: str | None) -> str:
-    """Return what opened the reasoning within which a reply, or a `final` message's, begins."""
+    """Return the open reasoning tag at the start of a reply, or ""."""
     if final is None:
         match = _OPEN_REASONING.search(prompt)
         return match[1] if match else ""

@@ -32,7 +32,7 @@ class Vocabulary:
 
     @cached_property
     def max_token_bytes(self) -> int:
-        """Most bytes that one token stands for."""
+        """Maximum bytes of a token."""
         return max((len(token) for token in self.tokens if token), default=1)
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class _NotByTokenError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Decoders that can be applied to one token after the other."""
+    """Decoders that work token by token."""
 
     steps: tuple[Step, ...]  # in order
     strip: bytes = b""  # stripped at the start (see `Vocabulary.strip`)
@@ -108,7 +108,7 @@ class Chain:
 
 
 def read_chain(decoder: Any) -> Chain | None:
-    """Read the `decoder` part; None where it does not work token by token, or is unknown."""
+    """Parse `decoder`; None if unknown, or not token by token."""
     if decoder is None:
         return Chain((lambda piece, first: piece if first else _add(" ", piece),))
     builder = _Builder()

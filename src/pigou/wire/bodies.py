@@ -43,7 +43,7 @@ class ByteBudget:
 
 
 class ByteReservation:
-    """What one reply, page or body holds; a context manager that gives it back."""
+    """Reservation of one reply, page or body; a context manager."""
 
     __slots__ = ("_budget", "size")
 
@@ -214,7 +214,7 @@ _T = TypeVar("_T")
 
 
 class FairThreadPool:
-    """Runs work on threads; tenants that wait take turns."""
+    """Thread pool with fair turns of tenants."""
 
     def __init__(self, threads: int = _THREADS, max_waiting: int = _MAX_WAITING) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="off-loop")
@@ -223,7 +223,7 @@ class FairThreadPool:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def run(self, tenant: str, work: Callable[[], _T]) -> _T:
-        """Return what `work` returns, called on a thread. Raises APIError 429: too much waits."""
+        """Run `work` on a thread; raises APIError 429 if too much is queued."""
         await self._take(tenant)
         job = asyncio.get_running_loop().run_in_executor(self._pool, work)
         # A thread stays taken until its work ends, also when nobody waits for it any longer.

@@ -107,7 +107,7 @@ class Connections:
         return True
 
     def remove(self, connection: LimitedHandler) -> None:
-        """Forget a connection that ended."""
+        """Remove an ended connection."""
         if connection in self._open:
             del self._open[connection]
             self._peers[connection.peer] -= 1
@@ -136,7 +136,7 @@ class Connections:
 
 
 class LimitedHandler(RequestHandler):
-    """One connection: bounded in time, answered in the shape that all errors have."""
+    """One connection, with timeouts and uniform error bodies."""
 
     __slots__ = ("_answered", "_connections", "_content", "_half_open", "_head_s", "_head_timer",
                  "_probe_timer", "for_probes", "peer", "reserved", "served",
@@ -182,7 +182,7 @@ class LimitedHandler(RequestHandler):
     # --- the event loop's side --------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take a place, or answer that there is none."""
+        """Take a slot, or answer 503."""
         name = transport.get_extra_info("peername")
         self.peer = str(name[0]) if isinstance(name, tuple) and name else ""
         if not self._connections.admit(self):
@@ -214,7 +214,7 @@ class LimitedHandler(RequestHandler):
             self._end_head()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Let a client that only closed its sending side have its answer."""
+        """Keep a half-closed client's answer."""
         if self.is_idle or self._content is None or not self._content.is_eof():
             return False
         self._half_open = True
@@ -224,7 +224,7 @@ class LimitedHandler(RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send the end of a response, and note what became of the connection."""
+        """Finish a response, and update the connection's state."""
         self.streams_events = False
         if resp.status < 400:
             self.served = True
@@ -338,19 +338,19 @@ _REPLY_ID = web.RequestKey("reply_id", str)
 
 
 def note_reply_id(request: web.BaseRequest, id: str) -> None:
-    """Say which id the reply to a request tells, in place of the one that its client sent."""
+    """Set a reply's request id, in place of the client's."""
     request[_REPLY_ID] = id
 
 
 async def tell_request_id(request: web.BaseRequest, response: web.StreamResponse) -> None:
-    """Tell the id of its request in each reply; for an application's `on_response_prepare`."""
+    """Add the request id to each reply (`on_response_prepare`)."""
     if REQUEST_ID_HEADER not in response.headers:
         id = request.get(_REPLY_ID) or reply_id(request.headers.get(REQUEST_ID_HEADER))
         response.headers[REQUEST_ID_HEADER] = id
 
 
 def mark_event_stream(request: web.BaseRequest) -> None:
-    """Say that a request is about to be answered with an event stream."""
+    """Mark a reply as an event stream."""
     protocol: Any = request.protocol
     if isinstance(protocol, LimitedHandler):
         protocol.streams_events = True
@@ -363,7 +363,7 @@ def is_reserved(request: web.BaseRequest) -> bool:
 
 
 def serves_probes_alone(request: web.BaseRequest) -> bool:
-    """Whether a request came over a connection that is for health probes alone."""
+    """True on a connection reserved for health probes."""
     protocol: Any = request.protocol
     return isinstance(protocol, LimitedHandler) and protocol.for_probes
 

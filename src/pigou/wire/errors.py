@@ -130,7 +130,7 @@ class APIError(Exception):
 
 
 def bad_request(message: str, param: str | None = None) -> APIError:
-    """Return the error 400 for a request that cannot be honoured as it stands."""
+    """Return error 400 for an invalid request."""
     return APIError(400, message, param)
 
 
@@ -140,12 +140,12 @@ def bad_field(path: str, text: str) -> APIError:
 
 
 def unknown_field(field: str) -> APIError:
-    """Return the error for a field that no server is known to have."""
+    """Return the error for an unknown field."""
     return bad_request(f"Unknown field {field[:80]}: remove it, or check its spelling.", field[:80])
 
 
 def http_error(status: int, method: str, path: str, reason: str = "") -> APIError:
-    """Return the error for a request that no route takes, by the HTTP server's status."""
+    """Return the error of an unrouted request, by HTTP status."""
     if status == 404:
         return absent_route(method, path, ())
     if status == 405:
@@ -154,7 +154,7 @@ def http_error(status: int, method: str, path: str, reason: str = "") -> APIErro
 
 
 def absent_route(method: str, path: str, available: Sequence[str]) -> APIError:
-    """Return the error 404 for a route that nobody here serves, with the remedy for a known one."""
+    """Return error 404 for an absent route, with the remedy for known ones."""
     parts = [*path.split("/"), "", ""]
     remedy = _ABSENT_ROUTES.get(parts[2] if parts[1] in ("v1", "v2") else parts[1])
     listed = f" Available here: {', '.join(available)}." if available else ""
@@ -175,7 +175,7 @@ def error_body(message: str, type: str, param: str | None, code: int | str) -> b
 
 
 def decode_error(error: Exception, body: bytes) -> APIError:
-    """Translate msgspec's error about a body into one that names field, value and remedy."""
+    """Translate msgspec's error into field, value and remedy."""
     text = str(error)
     if isinstance(error, msgspec.ValidationError):
         return _field_error(text, body)

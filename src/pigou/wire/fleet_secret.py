@@ -1,7 +1,4 @@
-"""Fleet secret, by which the processes of one fleet authenticate each other.
-
-Each use has its own key, by HMAC-SHA256 (RFC 2104): one channel reveals nothing of another.
-"""
+"""Fleet secret: processes of one fleet authenticate, with an HMAC key (RFC 2104) per use."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ _PERSON = b"pigou-fleet-1:"
 
 
 class FleetSecret:
-    """A secret, and the keys that are derived from it; printing it shows nothing."""
+    """A secret and its derived keys; its repr hides them."""
 
     def __init__(self, text: str, where: str = "the fleet secret") -> None:
         """Take a secret of 16 to 4,096 characters. Raises ConfigError."""
@@ -54,7 +51,7 @@ class FleetSecret:
 
     @classmethod
     def read(cls, path: str) -> FleetSecret:
-        """Read a file that holds the secret alone. Raises ConfigError."""
+        """Read the secret from a file; raises ConfigError."""
         try:
             text = read_text(path)
         except (OSError, UnicodeDecodeError) as error:
@@ -84,7 +81,7 @@ class FleetSecret:
 
     @property
     def token(self) -> str:
-        """What a request to a worker carries, as `Authorization: Bearer TOKEN`."""
+        """Bearer token of requests to workers."""
         return self.key("http").hex()
 
     def admits(self, authorization: str | None) -> bool:
@@ -100,21 +97,21 @@ class FleetSecret:
         return hmac.digest(self.key(use), data, "sha256")
 
     def verifies(self, use: str, data: bytes, signature: bytes) -> bool:
-        """Whether a signature is that of a message of one use, compared in constant time."""
+        """True if a signature is valid for a message and use, in constant time."""
         return hmac.compare_digest(self.sign(use, data), signature)
 
     def proof(self, nonce: str) -> str:
-        """Return the proof, for the peer that chose `nonce`, that the secret is known here."""
+        """Return the proof of the secret for a peer's `nonce`."""
         return self.sign("http-proof", nonce.encode("utf-8", "surrogateescape")).hex()
 
     def proves(self, nonce: str, proof: str) -> bool:
-        """Whether `proof` is that of `nonce`."""
+        """True if `proof` is valid for `nonce`."""
         shown = proof.encode("utf-8", "surrogateescape")
         return hmac.compare_digest(self.proof(nonce).encode(), shown)
 
 
 def tenant_mark(tenant: str) -> str:
-    """Return what stands for a tenant in `TENANT`: equal for equal names, and without them."""
+    """Return a tenant's pseudonym for `TENANT`: equal for equal names."""
     return _digest(tenant.encode("utf-8", "surrogatepass")).hex()[:32]
 
 
@@ -138,7 +135,7 @@ def secure_server(socket: zmq.Socket[Any], secret: FleetSecret) -> None:
 
 
 def secure_client(socket: zmq.Socket[Any], secret: FleetSecret) -> None:
-    """Let a socket talk to a publisher that knows the secret alone. Raises ConfigError."""
+    """Let a socket talk only to publishers with the secret; raises ConfigError."""
     _check()
     own = _private(secret, "subscriber")
     socket.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(_private(secret, "publisher")))

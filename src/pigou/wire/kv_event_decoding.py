@@ -26,7 +26,7 @@ _FAULTS = {1: "it is truncated", 2: "byte 0xc1 means nothing"}
 
 
 class MessagePackError(ValueError):
-    """What is no MessagePack, or no array where there must be one."""
+    """Malformed MessagePack, or a missing array."""
 
 
 #: Columns of the table of first bytes: bytes of the length that follows, -1 where the byte means
@@ -95,7 +95,7 @@ def _skip(
 
 
 class Walk:
-    """Finds where the values of a payload begin and end."""
+    """Walks the values of a payload."""
 
     def __init__(self, payload: bytes) -> None:
         self.payload = payload
@@ -116,11 +116,11 @@ class Walk:
             state[_AT], state[_LEFT] = at, left  # another walk may have run in between
 
     def array_head(self, at: int) -> tuple[int, int] | None:
-        """Return how many items an array has and where they begin; None for another value."""
+        """Return an array's length and start; None for another value."""
         return self._head(at, 0x90, 0xDC)
 
     def map_head(self, at: int) -> tuple[int, int] | None:
-        """Return how many pairs a map has and where they begin; None for another value."""
+        """Return a map's length and start; None for another value."""
         return self._head(at, 0x80, 0xDE)
 
     def _head(self, at: int, short: int, long: int) -> tuple[int, int] | None:
@@ -157,7 +157,7 @@ class EventError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Blocks that can be hit from now on."""
+    """Blocks now cached."""
 
     hashes: WireHashes  # of these consecutive blocks, by the sender's own function
     parent: WireHash | None  # hash of the previous block; None at the start of a sequence
@@ -172,7 +172,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Blocks that can no longer be hit. `medium` None means the device."""
+    """Blocks evicted; `medium` None is the device."""
 
     hashes: WireHashes
     medium: str | None = None
@@ -264,7 +264,7 @@ def sequence_number(frame: bytes) -> int | None:
 
 
 def read_event(item: Any) -> WireEvent | None:
-    """Return the event; None for a type that is not known."""
+    """Return the event; None for an unknown type."""
     if isinstance(item, dict):
         kind, fields = item.get("type"), item
     elif isinstance(item, list) and item:

@@ -83,7 +83,7 @@ class QueueNames(NamedTuple):
 
     @property
     def stream(self) -> str:
-        """The stream that holds the prompts."""
+        """NATS stream of the prompts."""
         return f"PREFILL_{self.queue}"
 
     @property
@@ -96,12 +96,12 @@ class QueueNames(NamedTuple):
         return f"{self.queue}.prefill.*.{token(gateway)}.>"
 
     def gateway(self, gateway: str) -> str:
-        """Return the subject below which a gateway answers workers."""
+        """Return the subject prefix of a gateway's answers."""
         return f"{self.queue}.gateway.{token(gateway)}"
 
 
 class PullPool(NamedTuple):
-    """Workers that pull the same prompts of a queue: of one model, version and fleet secret."""
+    """Pool of pulling workers: one model, version and fleet secret."""
 
     queue: str
     key: str
@@ -115,7 +115,7 @@ class PullPool(NamedTuple):
 
     @property
     def consumer(self) -> str:
-        """The durable consumer that the workers share."""
+        """Durable consumer shared by the workers."""
         return f"workers_{self.key}"
 
     @property
@@ -128,5 +128,5 @@ class PullPool(NamedTuple):
         return f"{self.queue}.prefill.{self.key}.{token(gateway)}.{token(request)}.{incarnation}"
 
     def puller(self, incarnation: str) -> str:
-        """Return the subject on which a worker answers while it pulls."""
+        """Return the subject of a pulling worker."""
         return f"{self.queue}.puller.{self.key}.{token(incarnation)}"

@@ -145,7 +145,7 @@ def whole(
 
 
 class ReplyChunk(msgspec.Struct):
-    """What changes from chunk to chunk of one choice."""
+    """Variable part of a choice's chunks."""
 
     text: str  # new text, may be empty
     delta: Json | None = None  # delta of a chat's chunk, in place of text
@@ -184,7 +184,7 @@ class StreamEncoder:
         return head
 
     def text(self, index: int, text: str) -> bytes:
-        """Return the frame of a chunk that holds nothing but text: the common case."""
+        """Return the frame of a text-only chunk, the common case."""
         return self._head(index) + encode(text) + self._bare
 
     def chunk(self, index: int, chunk: ReplyChunk) -> bytes:
@@ -213,7 +213,7 @@ class StreamEncoder:
     def role(
         self, index: int, prompt_token_ids: list[int] | None = None, usage: UsageInfo | None = None
     ) -> bytes:
-        """Return the first frame of a chat choice, which says who speaks."""
+        """Return the first frame of a chat choice, with its role."""
         choice = {
             "index": index,
             "delta": {"role": "assistant", "content": ""},

@@ -1,8 +1,4 @@
-"""Request fields that are not honoured.
-
-Other servers' fields are refused with a remedy (`REFUSED`), or dropped if neutral; others are
-unknown.
-"""
+"""Unsupported request fields: refused with a remedy (`REFUSED`), dropped, or unknown."""
 
 from __future__ import annotations
 
@@ -113,7 +109,7 @@ def printable(name: str) -> str:
 
 
 class UnknownFields:
-    """What a server does with unknown fields: refuse them, or warn of each name once."""
+    """Refuses unknown fields, or warns of each name once."""
 
     #: Maximum logged names; beyond it nothing more is logged.
     MAX_LOGGED = 256
@@ -125,7 +121,7 @@ class UnknownFields:
         self._logged: set[str] = set()
 
     def judge(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the response headers that tell of unknown fields. Raises APIError."""
+        """Return response headers about unknown fields; raises APIError."""
         names = list(names)
         if not names:
             return {}
@@ -162,7 +158,7 @@ class _OpenAIBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class StreamOptions(_OpenAIBody):
-    """What a stream carries besides text."""
+    """Extra contents of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -217,7 +213,7 @@ class _UnusedFields(_OpenAIBody, kw_only=True):
 
 
 class GenerationRequest(_UnusedFields, kw_only=True):
-    """What completions and chat requests have in common."""
+    """Fields shared by completions and chat requests."""
 
     model: str | None = None
     stream: bool | None = None
@@ -363,7 +359,7 @@ def decode_detokenize(body: bytes) -> DetokenizeRequest:
 
 
 def without_bom(body: bytes) -> bytes:
-    """Return a body without the byte order mark that some clients put before UTF-8."""
+    """Return a body without a UTF-8 byte order mark."""
     return body.removeprefix(_BOM)
 
 

@@ -1,7 +1,4 @@
-"""The two legs of prefill/decode over HTTP, as vLLM's connectors want them.
-
-Leg 1's reply has an opaque `kv_transfer_params`, which leg 2 carries to a decode worker.
-"""
+"""Prefill/decode legs over HTTP, as vLLM's connectors; `kv_transfer_params` is opaque."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _SALT_FORBIDS = "@/\\\0"
 
 
 def check(request: GenerationRequest) -> None:
-    """Raise `APIError` 400 for the first field that no server could honour."""
+    """Raise `APIError` 400 for the first invalid field."""
     _check_numbers(request)
     _check_stream(request)
     _check_stops(request)
@@ -263,7 +263,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 def new_request_id() -> str:
-    """Return an id that no request has had."""
+    """Return a new request id."""
     return secrets.token_hex(8)
 
 

@@ -21,7 +21,7 @@ MIN_TEMPERATURE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the model allows."""
+    """Limits of the model."""
 
     max_model_len: int  # maximum tokens of a sequence, prompt and output
     vocab_size: int  # token ids are below this
@@ -29,7 +29,7 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What holds where a request says nothing (the model's generation config)."""
+    """Sampling defaults (the model's generation config)."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -47,10 +47,7 @@ def sampling_params(
     seed: int,
     grammar: Grammar | None = None,
 ) -> SamplingParams:
-    """Return a checked request's sampling parameters; raises APIError 400 if it cannot fit.
-
-    `prompt_tokens` excludes resumed tokens; each choice has its own `seed`.
-    """
+    """Return a checked request's sampling parameters; raises APIError 400 if it cannot fit."""
     limit = max_tokens(request, prompt_tokens, limits.max_model_len)
     min_tokens = request.min_tokens or 0
     if min_tokens > limit:

@@ -45,7 +45,7 @@ class Reader:
         return b"".join(self._parts[-64:]).rstrip().endswith(DONE_PAYLOAD)
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take the next bytes; return the payloads that they complete. Raises EventTooLong."""
+        """Feed bytes; return completed payloads. Raises EventTooLong."""
         if self._held:
             data, self._held = self._held + data, b""
         if not self._begun:

@@ -43,7 +43,7 @@ _NOTES = {"title", "description", "default", "examples", "example", "deprecated"
 
 
 def rewrite(schema: Any, change: Change, combined: bool = False) -> Any:
-    """Return a schema with a change made to each object in it that is a schema."""
+    """Return a schema with a change applied to each subschema."""
     if isinstance(schema, list):
         return [rewrite(item, change, combined) for item in schema]
     if not isinstance(schema, dict):
@@ -150,7 +150,7 @@ _OPENS, _CLOSES = "([{", ")]}"
 
 
 def grammar(request: GenerationRequest, flexible: bool = False) -> Grammar | None:
-    """Return what the output must match; JSON may have white space where `flexible`."""
+    """Return the output grammar; JSON may have white space if `flexible`."""
     wanted, form = request.structured_outputs, request.response_format
     given = _given(wanted)
     if form is not None and form.type != "text":

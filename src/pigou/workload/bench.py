@@ -115,7 +115,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What `bench` saw."""
+    """Result of `bench`."""
 
     model: str
     prompts: str  # "token ids" or "text"
@@ -376,7 +376,7 @@ def tables(result: BenchResult) -> list[Table]:
 
 
 def describe(config: BenchConfig, model: str) -> str:
-    """Return what was asked for, in one line."""
+    """Return a one-line description."""
     if config.trace:
         return f"{model}: {_replay(config)}"
     if config.rate is None:

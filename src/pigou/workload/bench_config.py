@@ -31,7 +31,7 @@ class LengthRange:
 
     @classmethod
     def parse(cls, name: str, text: str) -> LengthRange:
-        """Read `N` or `MIN:MAX`; raises ConfigError, which names the option, for anything else."""
+        """Parse `N` or `MIN:MAX`; raises ConfigError with the option's name."""
         match = _LENGTHS.fullmatch(text.strip())
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= low <= high:
@@ -190,7 +190,7 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def objective(self) -> Slo | None:
-        """What `slo` says; None without one."""
+        """Parsed `slo`, or None."""
         try:
             return Slo.parse(self.slo) if self.slo else None
         except ConfigError as error:

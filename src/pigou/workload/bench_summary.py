@@ -27,7 +27,7 @@ class LatencyDistribution(msgspec.Struct, frozen=True):
 
 
 class FailureCount(msgspec.Struct, frozen=True):
-    """How many requests failed for one reason, and what the first of them saw."""
+    """Count of failures for one reason, with the first message."""
 
     reason: str
     count: int
@@ -35,7 +35,7 @@ class FailureCount(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True, rename={"offered_requests": "offered"}):
-    """What a run came to. Latencies are of completed requests only; None where there are none."""
+    """Figures of a run. Latencies are of completed requests; None without any."""
 
     seconds: float  # from the start to the last end
     offered_requests: int

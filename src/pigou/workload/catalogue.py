@@ -42,7 +42,7 @@ class Listed:
 
     @property
     def verified(self) -> bool:
-        """Whether what is downloaded can be told from anything else."""
+        """True if a checksum or size verifies the download."""
         return bool(self.sha256)
 
 
@@ -70,7 +70,7 @@ Watch = Callable[[int, int], None]
 
 
 class DownloadError(Exception):
-    """What went wrong with a download, and what can be done."""
+    """A failed download, and the remedy."""
 
 
 def download(

@@ -21,7 +21,7 @@ from pigou.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """How the other one routes; None keeps what the journal's run had."""
+    """Routing of the rival; None keeps the journal's."""
 
     policy: str | None = None
     # its parameters; without a name they replace those of the run's policy.
@@ -44,7 +44,7 @@ class PolicyComparison:
     _open: dict[str, list[_Compared]] = field(default_factory=dict, repr=False)
 
     def add(self, request: str, why: Explanation, index: int) -> None:
-        """Note a decision, and the index of the candidate that the rival takes."""
+        """Record a decision, and the rival's candidate index."""
         pairs = why.candidates
         before, after = pairs.prefill[why.chosen], pairs.prefill[index]
         compared = _Compared(
@@ -55,7 +55,7 @@ class PolicyComparison:
         self._open.setdefault(request, []).append(compared)
 
     def settle(self, request: str) -> None:
-        """Count the choices that were made for a request."""
+        """Count a request's choices."""
         for compared in self._open.pop(request, ()):
             self.choices += 1
             self.other += compared.other
@@ -63,12 +63,12 @@ class PolicyComparison:
             self.seconds += compared.seconds
 
     def settle_all(self) -> None:
-        """Count the choices for all requests that have no end."""
+        """Count the choices of all open requests."""
         for request in list(self._open):
             self.settle(request)
 
     def drop(self, request: str) -> None:
-        """Do not count the choices that were made for a request."""
+        """Discard a request's choices."""
         self._open.pop(request, None)
 
 
@@ -83,7 +83,7 @@ class _Compared(NamedTuple):
 def rival(
     plane: ControlPlane, config: ControlConfig, other: Rival, into: PolicyComparison
 ) -> Router:
-    """Return a router that chooses as the plane's new one does, and compares."""
+    """Return a router that chooses like the plane's new one, and compares."""
     return _CounterfactualRouter(plane.router, config, other, into)
 
 

@@ -17,7 +17,7 @@ from pigou.workload.token_counter import BrokenStream, Failure, SentRequest, Str
 
 @dataclass(frozen=True)
 class ApiFlavour:
-    """Fields that a body has beyond model, prompt and stream."""
+    """Request fields beyond model, prompt and stream."""
 
     continuous: bool = True  # usage on every chunk (vLLM, SGLang, Pigou)
     ignore_eos: bool = True  # continue past the end token (vLLM, SGLang, Pigou)
@@ -43,7 +43,7 @@ class ApiFlavour:
         return body
 
     def simpler(self, refusal: str) -> ApiFlavour | None:
-        """Return the flavour without the field that a refusal names, else the rarest."""
+        """Return the flavour without the refused field, else without the rarest."""
         steps: dict[str, tuple[bool, dict[str, Any]]] = {
             "continuous_usage_stats": (self.usage and self.continuous, {"continuous": False}),
             "ignore_eos": (self.ignore_eos, {"ignore_eos": False}),
@@ -68,7 +68,7 @@ _JSON = {"content-type": "application/json"}
 
 
 def open_session(api_key: str = "") -> aiohttp.ClientSession:
-    """Return a session without any limit of connections and without timeouts of its own."""
+    """Return a session without connection limit or timeouts."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=_IDLE_SECONDS),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
@@ -147,7 +147,7 @@ _STREAM_BYTES, _TOKEN_BYTES = 2**20, 2**16
 
 
 class AnswerTooLong(aiohttp.ClientPayloadError):
-    """An answer that has more bytes than are read."""
+    """An answer over the byte limit."""
 
 
 async def read_answer(reply: aiohttp.ClientResponse, max_bytes: int | None = None) -> bytes:
@@ -174,7 +174,7 @@ async def read_start(reply: aiohttp.ClientResponse, max_bytes: int) -> bytes:
 
 
 def stream_bound(output: int) -> int:
-    """Return the bytes that a stream of so many tokens may have."""
+    """Return the maximum bytes of a stream of `output` tokens."""
     return _STREAM_BYTES + _TOKEN_BYTES * max(1, output)
 
 

@@ -53,7 +53,7 @@ class FleetScraper:
             ) from None
 
     async def scrape(self) -> FleetScrape:
-        """Return what the fleet shows now."""
+        """Return the fleet's present figures."""
         status, text = await self._get("/metrics")
         if status in (401, 403):
             raise ConfigError(

@@ -28,7 +28,7 @@ class Difference:
 
 @dataclass(slots=True)
 class JournalReplay:
-    """What came of a journal."""
+    """Result of a journal's replay."""
 
     runs: int = 0  # gateway starts in the journal
     versions: set[str] = field(default_factory=set)

@@ -27,7 +27,7 @@ _BLOCK_TOKENS = 16
 
 @dataclass(frozen=True)
 class SweepTarget:
-    """A live fleet to be swept, which does nothing else."""
+    """An otherwise idle live fleet to sweep."""
 
     url: str
     api_key: str = ""  # sent as bearer token
@@ -35,7 +35,7 @@ class SweepTarget:
 
 
 def check_live(config: SweepConfig, setup: Setup) -> None:
-    """Refuse what a live fleet decides by itself, and ask for what it does not say."""
+    """Raise ConfigError for settings that a live fleet decides, or missing ones."""
     for name in ("model", "gpu", "tp", "timing", "engine", "max_model_len"):
         if getattr(setup, name) != getattr(Setup(), name):
             raise ConfigError(

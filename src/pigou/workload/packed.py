@@ -33,7 +33,7 @@ def unpacked(path: str | Path) -> IO[bytes]:
 
 
 def packing(path: str | Path) -> IO[bytes]:
-    """Open a file to write to, and pack it as its name says; what was there is lost."""
+    """Open a file for writing, packed by its suffix; overwrites."""
     path = Path(path)
     if path.suffix == ".gz":
         return cast(IO[bytes], gzip.open(path, "wb"))
@@ -44,7 +44,7 @@ def packing(path: str | Path) -> IO[bytes]:
 
 
 def name_of(path: str | Path) -> str:
-    """Return a file's name without the ending of its packing."""
+    """Return a file's name without its packing suffix."""
     return Path(path).name.removesuffix(".gz").removesuffix(".zst")
 
 

@@ -20,7 +20,7 @@ _PIECE = re.compile(r"\s*\S+")
 
 @dataclass(frozen=True)
 class PromptSource:
-    """What prompts are cut from."""
+    """Source text or ids of prompts."""
 
     units: Sequence[int] | Sequence[str]  # token ids, or words with the space before
     running: bool  # prompts are passages of `units`; else each unit is drawn by itself
@@ -31,7 +31,7 @@ class PromptSource:
             raise ValueError("the text has no words")
 
     def cut(self, tokens: int, rng: np.random.Generator) -> list[int] | list[str]:
-        """Return units of about so many tokens, exactly so many where units are token ids."""
+        """Return units of about `tokens` tokens (exactly, for token ids)."""
         count = max(1, round(tokens / self.tokens_per_unit))
         size = len(self.units)
         if self.running:
@@ -43,7 +43,7 @@ class PromptSource:
 
 @dataclass(frozen=True)
 class Shape:
-    """Lengths of prompts and outputs, in tokens, and the prefixes that prompts share."""
+    """Prompt and output lengths in tokens, and shared prefixes."""
 
     input: LengthRange  # of the part that is a prompt's own
     output: LengthRange

@@ -19,7 +19,7 @@ Counted = Literal["usage", "usage_per_chunk", "token_ids", "chunks"]
 
 @dataclass(frozen=True)
 class Stream:
-    """A stream that ended well. Times are nanoseconds of the client's monotonic clock."""
+    """A completed stream; times in ns of the client's monotonic clock."""
 
     first: int  # when the first token arrived
     last: int  # when the last token arrived
@@ -134,7 +134,7 @@ class TokenCounter:
         self._final: int | None = None
 
     def feed(self, payload: bytes, now: int) -> None:
-        """Take one event's payload, which arrived at `now` (nanoseconds); raises `BrokenStream`."""
+        """Feed an event's payload, arrived at `now` (ns); raises `BrokenStream`."""
         if payload.strip() == DONE_PAYLOAD:
             self.done = True
             return

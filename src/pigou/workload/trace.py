@@ -33,7 +33,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class TraceSession:
-    """Turns that follow one another: each is sent when the one before has ended."""
+    """Turns in sequence: each is sent after the last has ended."""
 
     start: float  # of the first turn, in seconds from the trace's beginning
     scope: str  # in which block ids mean the same; sessions of one scope share blocks
@@ -158,7 +158,7 @@ def ordered(block: float, sessions: Sequence[TraceSession], rows: Sequence[int] 
 
 
 def window(trace: Trace, begin: float, end: float) -> Trace:
-    """Return the sessions that start in [begin, end) seconds, moved to 0."""
+    """Return the sessions starting in [begin, end) seconds, moved to 0."""
     sessions = [session for session in trace.sessions if begin <= session.start < end]
     if not sessions:
         last = trace.sessions[-1].start
@@ -167,7 +167,7 @@ def window(trace: Trace, begin: float, end: float) -> Trace:
 
 
 def some(trace: Trace, sessions: int, rng: np.random.Generator) -> Trace:
-    """Return so many of the sessions, drawn without replacement, at their own times."""
+    """Return a random sample of sessions, at their own times."""
     if not 1 <= sessions <= len(trace.sessions):
         raise ConfigError(f"sessions is {sessions}; it must be in [1, {len(trace.sessions)}]")
     chosen = np.sort(rng.choice(len(trace.sessions), sessions, replace=False))
@@ -183,7 +183,7 @@ class Sharing:
 
     @property
     def reuse(self) -> float:
-        """Share of the references whose block was there before; 0 where there are none."""
+        """Share of block references seen before."""
         return 1.0 - self.distinct / self.references if self.references else 0.0
 
 

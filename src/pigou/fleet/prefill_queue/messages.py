@@ -118,10 +118,7 @@ _USE, _UNSIGNED = "prefill-queue", bytes(32)
 
 
 class MessageSigner:
-    """Signs prefill messages with the fleet secret; they are not encrypted, so use TLS.
-
-    A gateway that generated its secret `takes_unsigned` ones, of workers without it.
-    """
+    """Signs prefill messages with the fleet secret; they are not encrypted, so use TLS."""
 
     def __init__(self, secret: FleetSecret | None = None, *, takes_unsigned: bool = False) -> None:
         self._secret, self._takes_unsigned = secret, takes_unsigned

@@ -160,10 +160,7 @@ class ActorGone(FleetError):
 
 
 class RayCluster:
-    """The Ray cluster of this process; `reserve` gets all bundles at once, or none.
-
-    Nodes are chosen here: Ray's scheduler does not know what pairs of workers transfer.
-    """
+    """The Ray cluster of this process; `reserve` gets all bundles at once, or none."""
 
     def __init__(self, address: str, resources: Mapping[str, float]) -> None:
         """`address` is the head's, or `auto`. Raises ConfigError: Ray is not installed."""

@@ -37,10 +37,7 @@ _MESSAGE_TTL_LEVEL = 1
 
 
 class NatsStore:
-    """Records in a NATS bucket, created by the first worker that registers.
-
-    Before NATS 2.11 expiry raises no event: the watch then wakes twice a lease.
-    """
+    """Records in a NATS bucket, created by the first worker that registers."""
 
     def __init__(self, address: NatsAddress, bucket: str) -> None:
         self._address = address

@@ -195,10 +195,7 @@ _EXTRAS = {"etcd": "etcd", "nats": "nats", "tls": "nats"}
 
 
 def open_registry(url: str, secret: FleetSecret | None = None) -> Registry:
-    """Return the registry of a URL in one of `FORMS`, unconnected.
-
-    Raises ConfigError for a bad URL, a missing extra, or a networked registry without a secret.
-    """
+    """Return the registry of a URL in one of `FORMS`, unconnected; raises ConfigError."""
     store = open_store(url)
     parts = urlsplit(url)
     if secret is None and parts.scheme in _EXTRAS and not is_loopback(parts.hostname or ""):

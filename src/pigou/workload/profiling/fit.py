@@ -20,7 +20,7 @@ from pigou.workload.token_counter import Stream
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """Steps in which `n` sequences decode, and read `kv` cache entries together."""
+    """Decode-only steps of `n` sequences reading `kv` cache entries."""
 
     n: int
     kv: float
@@ -29,7 +29,7 @@ class Decodes:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What `prompts` of `tokens` tokens altogether take."""
+    """Time of `prompts` of `tokens` tokens in total."""
 
     tokens: int
     reads: float  # cache entries that each token reads, itself included, summed over the tokens

@@ -47,7 +47,7 @@ _TOKENS, _SEQS, _MAX_REQUEST_TOKENS = 2048, 64, 2048
 
 @dataclass(frozen=True)
 class Limits:
-    """What a worker can hold."""
+    """Limits of a worker."""
 
     tokens: int  # maximum tokens per step
     seqs: int  # maximum concurrent sequences
@@ -68,12 +68,12 @@ class Target:
     rng: np.random.Generator
 
     def prompt(self, tokens: int) -> list[int]:
-        """Return a prompt that shares no prefix with any before."""
+        """Return a prompt with a new prefix."""
         drawn = self.rng.choice(self.vocabulary, size=tokens)
         return [int(token) for token in drawn]
 
     async def ask(self, prompt: list[int], output: int) -> tuple[SentRequest, Stream]:
-        """Send a request; raises `EndpointError` where it fails."""
+        """Send a request; raises `EndpointError`."""
         outcome = await self.client.send(PromptJob(prompt, output), 0)
         if not isinstance(outcome.result, Stream):
             failure = outcome.result
@@ -170,7 +170,7 @@ class Pace:
         self.rounds = 0
 
     def measured(self, steps: float) -> None:
-        """A measurement of about so many steps is over."""
+        """Note a finished measurement of about `steps` steps."""
         self._done += steps
 
     def skipped(self, steps: float) -> None:
@@ -186,7 +186,7 @@ class Pace:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that the rest takes, by what was measured; None before there is anything."""
+        """Estimated seconds left; None before any measurement."""
         if not self._done:
             return None
         whole = self._rounds * self._round_steps
@@ -250,7 +250,7 @@ class Measuring:
         self.pace = Pace(config.budget, round_steps, config.repeats)
 
     async def run(self) -> Measurements:
-        """Measure everything; raises `EndpointError` where requests fail or run apart."""
+        """Measure everything; raises `EndpointError` if requests fail or drift apart."""
         await self._target.ask(self._target.prompt(_SHORT), 4)  # wakes what sleeps
         for number in range(self._config.repeats):
             if not self.pace.allows_round:
@@ -263,7 +263,7 @@ class Measuring:
         return self._seen()
 
     def so_far(self) -> Measurements | None:
-        """Return what was measured until it was broken off; None before a round was whole."""
+        """Return the measurements so far; None before a whole round."""
         if not self.pace.rounds:
             return None
         self.notes.append(f"broken off after {self.pace.rounds} of {self._config.repeats} rounds")
@@ -486,7 +486,7 @@ def batches(limits: Limits, steps: int) -> Iterator[tuple[int, int]]:
 
 
 def chunks(limits: Limits) -> Iterator[tuple[int, int]]:
-    """Yield (tokens, tokens that are cached before them) for prompts of one step."""
+    """Yield (tokens, cached tokens) of a prompt's chunks."""
     max_tokens = min(limits.tokens - 1, limits.max_request_tokens - 1)
     tokens = 32
     while tokens < max_tokens:

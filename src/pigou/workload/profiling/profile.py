@@ -18,7 +18,7 @@ from pigou.workload.profiling.profile_config import ProfileConfig
 
 @dataclass(frozen=True)
 class ProfileReport:
-    """What was measured."""
+    """Measurements of a profile."""
 
     model: str
     measured: WorkerProfile
