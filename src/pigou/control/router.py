@@ -168,11 +168,7 @@ class Router:
         self, request: Request, fleet: FleetView, open_: NDArray[np.bool_],
         room: NDArray[np.bool_], now: int, sources: NDArray[np.bool_] | None = None,
     ) -> Choice | None:  # fmt: skip
-        """Choose workers for a request; None if none can take it.
-
-        Flags, (workers,): `open_` may be used, `room` can take one more stream, `sources` have
-        caches that others may read.
-        """
+        """Choose workers for a request among `open_` ones with `room`; None if none can take it."""
         candidates = self._candidates.of(request, fleet, open_, room)
         if len(candidates) == 0:
             return None

@@ -59,10 +59,7 @@ class E2ESample(msgspec.Struct, frozen=True):
 
 
 class Controller(Protocol):
-    """Sets the routing parameters; times must not fall.
-
-    Built as `Controller(params, detector, generator)`; the owner feeds the detector.
-    """
+    """Sets routing parameters; built as `Controller(params, detector, generator)`."""
 
     Params: ClassVar[type[msgspec.Struct]]
 

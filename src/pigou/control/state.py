@@ -173,10 +173,7 @@ def _add_tokens(
 
 
 class PrefillBacklog:
-    """Pending prompts of each worker, in the order sent.
-
-    `tokens`, `pairs` and `since` (nanoseconds) are of the first, which is under way, (workers,).
-    """
+    """Pending prompts of each worker; `tokens`, `pairs` and `since` (ns) are of the first."""
 
     def __init__(self) -> None:
         self.tokens: Counts = np.zeros(0, dtype=np.int64)

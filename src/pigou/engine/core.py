@@ -109,10 +109,7 @@ class EngineCore:
         return state.flush(Effects(finished=[state.finished(seq, FinishReason.ABORT)]))
 
     def schedule(self, now: int, horizon: int = NEVER) -> Plan:
-        """Plan the next steps at `now` in nanoseconds; raises OutOfTurn before the last is applied.
-
-        No step begins at or after `horizon`, except a first one.
-        """
+        """Plan steps from `now` (ns), none from `horizon` on but the first; raises OutOfTurn."""
         if self._plan is not None:
             raise OutOfTurn("apply the last plan before the next is scheduled")
         self._state.unix_ns = now + self._epoch

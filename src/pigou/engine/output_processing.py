@@ -50,11 +50,7 @@ def advance(
     rows: Ints, counts: Ints, samples: NDArray[np.bool_], steps: Ints, done: int, columns: Ints,
     block_size: int, work: Ints,
 ) -> tuple[int, int]:  # fmt: skip
-    """Advance the rows of a plan by `steps` per row, or by `done` if `steps` is empty.
-
-    Writes tokens, steps, and the entries that ended or have full blocks to `work`; returns the
-    counts of both.
-    """
+    """Advance a plan's rows; return the number of entries ended, and with full blocks."""
     computed, length, limit = columns[COMPUTED], columns[LENGTH], columns[LIMIT]
     known, cached = columns[KNOWN], columns[CACHED]
     steps_done, tokens = work[STEPS_DONE], work[TOKENS]

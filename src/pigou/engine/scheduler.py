@@ -93,10 +93,7 @@ def write_starts(
 def look_ahead(
     rows: Ints, columns: Ints, block_size: int, max_steps: int, free: int, work: Ints,
 ) -> tuple[int, int]:  # fmt: skip
-    """Return how many steps decoding rows can run unchanged, and the blocks they need.
-
-    Rows and steps of later needs go to `work`, in the order of single steps.
-    """
+    """Return how many steps decodes run unchanged, and blocks needed; write them to `work`."""
     computed, length, limit = columns[COMPUTED], columns[LENGTH], columns[LIMIT]
     dropped, blocks = columns[DROPPED], columns[BLOCKS]
     starts, fill, by_phase = work[PHASE_START, : block_size + 1], work[PHASE_FILL], work[BY_PHASE]
@@ -203,10 +200,7 @@ def plan_decodes(
     order: Ints, columns: Ints, tables: Ints, block_size: int, budget: int, max_steps: int,
     pool: PoolArrays, work: Ints, plan: Ints, samples: NDArray[np.bool_],
 ) -> tuple[int, int, int, int]:  # fmt: skip
-    """Fuse `_start_decodes` and `_finish_plan` for batches that only decode, without tiers.
-
-    Returns the results of both; zeros for the latter if too few blocks are free.
-    """
+    """Fuse `_start_decodes` and `_finish_plan` for batches that only decode, without tiers."""
     count, gone = _start_decodes(order, columns, tables, block_size, budget, pool, work)
     if count == TOO_FEW:
         return count, gone, 0, 0

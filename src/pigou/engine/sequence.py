@@ -26,10 +26,7 @@ class SequenceState(Enum):
 
 
 class Sequence:
-    """State of a request that survives preemption; lengths of running ones are in `Rows`.
-
-    `length`, `computed`, `dropped` and `host_blocks` are valid while it waits.
-    """
+    """State of a request that survives preemption; lengths of running ones are in `Rows`."""
 
     __slots__ = (
         "cached_tokens", "computed", "copy_source", "dropped", "duplicates", "hashes",

@@ -77,10 +77,7 @@ class MemoryPrice:
         self._before: float | None = None
 
     def note(self, marginal: float, ahead: float = -math.inf) -> None:
-        """Record an eviction and the highest return in it, `marginal`; ignored if infinite.
-
-        `ahead` is the highest return of evictions due soon (`marginal_ahead`), -inf for none.
-        """
+        """Record an eviction's highest return, and that of those due soon (`marginal_ahead`)."""
         if not math.isfinite(marginal):
             return
         first = self._before is None
@@ -161,11 +158,7 @@ def cheapest_evictions(
 
 
 def marginal_ahead(offers: Sequence[EvictionCurve], counts: Ints, growth_blocks: float) -> float:
-    """Return the highest return among evictions due before scores are renewed; -inf for none.
-
-    Each request is expected to grow by `growth_blocks`. `counts` is subtracted from each offer;
-    unknown (infinite) curves are skipped.
-    """
+    """Return the highest return among evictions due before scores are renewed; -inf for none."""
     curves = [
         o.lost_returns[n:]
         for o, n in zip(offers, counts.tolist(), strict=True)

@@ -97,10 +97,7 @@ def blocks_worth_loading(
     speeds: Sequence[TierSpeed],
     recompute_cost: RecomputeCost | None,
 ) -> int:
-    """Return how many blocks from index `first` on are faster to load than to recompute.
-
-    `tiers` has each block's tier, whose latency is paid once. Loads all if the cost is None.
-    """
+    """Return how many blocks from `first` on to load, by tier, instead of recomputing."""
     if recompute_cost is None:
         return len(tiers)
     saved = best = 0.0

@@ -27,9 +27,9 @@ class TransferSplit:
 
 
 def heads_of_rank(kv_heads: int, tp: int, rank: int) -> range:
-    """Return the KV heads of a rank (0 to tp - 1); ranks beyond the number of heads hold copies.
+    """Return a rank's KV heads (MLA:
 
-    A latent cache (MLA) counts as one head. Raises ValueError if neither number divides the other.
+    1 head); raises ValueError if neither number divides the other.
     """
     if kv_heads < 1 or tp < 1 or (kv_heads % tp and tp % kv_heads):
         raise ValueError(f"tp is {tp}; it must divide, or be a multiple of, {kv_heads} KV heads")

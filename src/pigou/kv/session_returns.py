@@ -32,10 +32,7 @@ class SessionPause:
 
 
 class SessionReturns:
-    """Predicts which sessions are due: between the `early` and `late` quantiles of pauses.
-
-    None is due unless at least the share `likely` of sessions return.
-    """
+    """Predicts which sessions are due: between the `early` and `late` quantiles of pauses."""
 
     def __init__(
         self, early: float = 0.2, late: float = 0.9, likely: float = 0.5, min_pauses: float = 8.0

@@ -157,11 +157,7 @@ class EdfParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class Edf(QueueOrder):
-    """Earliest deadline of the first token first.
-
-    A request past its deadline gets a new one `patience_ms` after it was queued: plain EDF would
-    serve late requests first under overload, and make all others late.
-    """
+    """Earliest deadline first; missed deadlines are replaced by `patience_ms` after queueing."""
 
     Params: ClassVar[type[msgspec.Struct]] = EdfParams
     refuses_late: ClassVar[bool] = True

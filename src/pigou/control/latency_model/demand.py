@@ -92,10 +92,7 @@ _FIRST_OUTPUT = 128.0
 
 
 class PromptSizes:
-    """Running means and covariance of uncached tokens and pairs, with forgetting.
-
-    Tokens and pairs are kept apart, so that a change of the law does not change their meaning.
-    """
+    """Running means and covariance of uncached tokens and pairs, with forgetting."""
 
     def __init__(self) -> None:
         self._keep = 0.5 ** (1.0 / _PROMPT_HALF_LIFE)

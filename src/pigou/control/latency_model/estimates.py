@@ -234,10 +234,7 @@ def later_interference_s(
     law: PrefillLaw, interference: InterferenceLaw, prompts: int, tokens: float, pairs: float,
     begins_s: float,
 ) -> float:  # fmt: skip
-    """Return the seconds that prompts take from a stream that starts in `begins_s` seconds.
-
-    Prompts computed before then do not delay it; `begins_s` may be negative.
-    """
+    """Return the seconds prompts take from a stream that starts in `begins_s` seconds."""
     ahead = prefill_s(law, prompts, tokens, pairs)
     left = ahead - max(begins_s, 0.0)
     if left <= 0.0:

@@ -189,10 +189,7 @@ def subtract_prompts(
     samples: Numbers, own: Numbers, interference: tuple[float, float],
     doubt: InterferenceVariance, decode: Numbers,
 ) -> None:  # fmt: skip
-    """Subtract prefill interference (seconds) from the ITL of samples; write `decode` (3, samples).
-
-    `own` are factors of workers; `doubt` adds to the error of the result.
-    """
+    """Subtract prefill interference (seconds) from samples' ITL; write `decode` (3, samples)."""
     base, token = interference
     for i in range(samples.shape[1]):
         itl, steps = samples[ITL, i], samples[STEPS, i]
@@ -209,10 +206,7 @@ def learn_from_samples(
     samples: Numbers, decode: Numbers, own: Numbers, law: LawParameters, floor: float,
     context_token: float, now: int, evidence: EvidenceArrays, sums: SumArrays, keep: float,
 ) -> None:  # fmt: skip
-    """Learn each worker's factor and the prefill interference from samples.
-
-    `law` and `floor` are the fleet's ITL at empty contexts; `context_token` is seconds per token.
-    """
+    """Learn worker factors and prefill interference from samples, by the fleet's law."""
     for i in range(samples.shape[1]):
         w = int(samples[WORKER, i])
         expected = max(curve(law, samples[STREAMS, i], floor), _MIN_ITL_S)

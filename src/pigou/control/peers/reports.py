@@ -19,10 +19,7 @@ _SAMPLE_NS = SECOND // 100
 
 
 class PeerReports:
-    """Applies reports of other gateways to load, arrival rates, fair order and tenant shares.
-
-    A gateway's service before its first report is not charged.
-    """
+    """Applies reports of other gateways to load, arrival rates, fair order and tenant shares."""
 
     def __init__(
         self, admission: AdmissionController, tracker: RequestTracker, index: PrefixIndex

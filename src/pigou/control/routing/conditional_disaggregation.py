@@ -29,10 +29,7 @@ class ConditionalDisaggregationParams(
 
 
 class ConditionalDisaggregation:
-    """Forbids, per decode worker, either local or remote prefill; `inner` prices the rest.
-
-    A worker offered in one way only keeps it. Parameters of `inner` can be overridden too.
-    """
+    """Forbids, per decode worker, local or remote prefill; `inner` prices the rest."""
 
     Params: ClassVar[type[ConditionalDisaggregationParams]]
 

@@ -32,10 +32,7 @@ class RoutingPolicy(Protocol):
     """
 
     def costs(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Costs:
-        """Return the cost of each candidate, shape (candidates,); infinity forbids.
-
-        Arrays of the view are read-only and change after the call.
-        """
+        """Return candidates' costs, (candidates,); infinity forbids. Views are read-only."""
         ...
 
 
