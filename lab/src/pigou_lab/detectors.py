@@ -104,7 +104,7 @@ class Latches:
 
 
 class PolledConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `Polled`; a detector may give them defaults of its own."""
+    """Parameters of `Polled`; detectors may override the defaults."""
 
     theta1: float  # of the signal, in its unit, at which Transition begins
     theta2: float  # the same for Saturated
@@ -145,7 +145,7 @@ class Polled:
 
     @property
     def signal(self) -> float:
-        """The signal of the last poll that had one."""
+        """Last signal."""
         return self._signal
 
     @property
@@ -161,7 +161,7 @@ class Polled:
         return self.regime
 
     def tick(self, now: int, waiting: int) -> Regime:
-        """Close the window if it is over; a fleet that has been idle for long is Below."""
+        """Close a finished window; a fleet idle for long is Below."""
         self._close(now)
         if self._idle.over(now, waiting):
             self._latches.reset()
@@ -183,7 +183,7 @@ class Polled:
         raise NotImplementedError
 
     def _forget(self) -> None:
-        """Forget what the next signal would have been made of, beside its window."""
+        """Reset the state of the signal, beside its window."""
 
 
 class Poll:
@@ -195,7 +195,7 @@ class Poll:
         self._gathered: list[TTFTSample] = []
 
     def close(self, now: int) -> list[TTFTSample]:
-        """Return what was gathered in the last window if it is over at `now`; empty otherwise."""
+        """Return the last window's samples if it is over at `now`, else none."""
         if self._due is None:
             self._due = now + self._interval
         if now < self._due:

@@ -24,7 +24,7 @@ _EVENTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class ModelFleet:
-    """A model's workload, and the fleet that serves it; `setup.model` is its name."""
+    """A model's workload and its fleet; `setup.model` is its name."""
 
     workload: OpenLoop | ClosedLoop
     fleet: FleetConfig

@@ -50,7 +50,7 @@ def is_held_out(key: str, value: str) -> bool:
 
 
 def pair_line(key: str, value: str) -> str:
-    """Return the line that tells a pair, with its newline."""
+    """Return a pair's line, with newline."""
     return f"{MARK}{key} {value}\n"
 
 

@@ -149,12 +149,12 @@ class DiscountedUCB:
         return means
 
     def forget(self) -> None:
-        """A round is over: what was seen until now counts less."""
+        """End a round: discount past observations."""
         self.pulls *= self._discount
         self._rewards *= self._discount
 
     def reward(self, arm: int, value: float, pulls: float = 1.0) -> None:
-        """Take in that so many pulls of an arm gave this mean reward."""
+        """Record `pulls` pulls of an arm at a mean reward."""
         self.pulls[arm] += pulls
         self._rewards[arm] += pulls * value
 

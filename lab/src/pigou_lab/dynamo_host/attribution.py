@@ -35,7 +35,7 @@ class Served:
 
     @property
     def worker(self) -> int:
-        """The last worker that it was on."""
+        """Its last worker."""
         return self.workers[-1]
 
 
@@ -49,7 +49,7 @@ class AttributionShare:
 
     @property
     def share(self) -> float:
-        """Share that is attributed; 1.0 of no requests."""
+        """Attributed share; 1.0 without requests."""
         return self.matched / self.requests if self.requests else 1.0
 
 
@@ -68,11 +68,11 @@ class RequestLedger:
         return len(self._served)
 
     def __getitem__(self, request: str) -> Served:
-        """Return who served a request, by Dynamo's id or that of its reply; raises KeyError."""
+        """Return the workers of a request, by Dynamo's id or the reply's; raises KeyError."""
         return self._served[request_id(request)]
 
     def get(self, request: str) -> Served | None:
-        """Do the same; None where nobody told of it."""
+        """Return the workers of a request, or None."""
         return self._served.get(request_id(request))
 
     def take(self, message: Envelope) -> tuple[SequenceEvent, ...]:

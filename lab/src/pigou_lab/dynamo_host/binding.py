@@ -19,7 +19,7 @@ class DynamoMissing(RuntimeError):
 
 
 class KvRouter(Protocol):
-    """What is used of Dynamo's `dynamo.llm.KvRouter`."""
+    """Used part of Dynamo's `dynamo.llm.KvRouter`."""
 
     def best_worker(
         self,
@@ -38,13 +38,13 @@ class KvRouter(Protocol):
         router_config_override: Mapping[str, float] | None = None,
         **options: Any,
     ) -> Awaitable[AsyncIterator[Any]]:
-        """Route a prompt and stream what the worker answers."""
+        """Route a prompt and stream the worker's answers."""
         ...
 
     def generate_from_request(
         self, request: Mapping[str, Any], **options: Any
     ) -> Awaitable[AsyncIterator[Any]]:
-        """Route a preprocessed request and stream what the worker answers."""
+        """Route a preprocessed request and stream the worker's answers."""
         ...
 
     def get_potential_loads(self, token_ids: Sequence[int]) -> Awaitable[list[dict[str, int]]]:

@@ -38,11 +38,11 @@ _HEADER = 5
 
 
 class WireError(ValueError):
-    """A message is not what Dynamo sends."""
+    """A malformed message."""
 
 
 class Life(StrEnum):
-    """What became of a request on a worker."""
+    """Lifecycle event of a request on a worker."""
 
     ADDED = "AddRequest"
     PREFILLED = "MarkPrefillCompleted"
@@ -67,7 +67,7 @@ class SequenceEvent:
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """What surrounds a payload."""
+    """Envelope of a payload."""
 
     publisher_id: int  # whose numbers `sequence` are
     sequence: int  # rises by one with each message of the publisher
@@ -214,7 +214,7 @@ class EventPlane:
 
     @property
     def publishers(self) -> frozenset[str]:
-        """Addresses that it is connected to, or connects to."""
+        """Connected and connecting addresses."""
         return frozenset(self._connected)
 
     async def settled(self, min_publishers: int = 1, timeout_s: float = 10.0) -> int:

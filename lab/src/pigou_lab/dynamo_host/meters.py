@@ -57,5 +57,5 @@ class Meters:
         self._moved.inc()
 
     def exposition(self) -> bytes:
-        """Return the text that Prometheus scrapes."""
+        """Return the Prometheus exposition."""
         return generate_latest(self.registry)

@@ -34,7 +34,7 @@ _LOW_ID, _HIGH_ID = 300, 1200
 
 
 class Honoured(StrEnum):
-    """What a controlled test says of an override."""
+    """Verdict of a controlled test on an override."""
 
     YES = "honoured"
     NO = "ignored"
@@ -63,7 +63,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class ProbeVerdict:
-    """What the probe found, with its evidence."""
+    """Verdict of the probe, with evidence."""
 
     version: str  # of Dynamo; empty when unknown
     workers: int
@@ -77,7 +77,7 @@ class ProbeVerdict:
         return self.temperature.verdict is Honoured.YES
 
     def status(self) -> dict[str, Any]:
-        """Return all of it, ready for JSON; worker ids are strings, beyond what a double holds."""
+        """Return the state for JSON; worker ids as strings, as they exceed a double."""
         fields = asdict(self)
         for test in ("temperature", "weight"):
             for counts in ("control", "treated"):
@@ -157,7 +157,7 @@ def judge(
 async def _weight(
     router: KvRouter, prompt: Sequence[int], calls: int, *, cold: bool, workers: int
 ) -> Finding:
-    """Test the weight of the prefill load, which only shows where nothing else tells workers."""
+    """Test the prefill load weight, visible only on otherwise equal workers."""
     if not cold:
         return Finding(Honoured.UNKNOWN, why="the router's own temperature spreads the calls")
     loads = await router.get_potential_loads(prompt)
@@ -196,7 +196,7 @@ async def _both(
     override: Mapping[str, float],
     calls: int,
 ) -> tuple[Counter[int], Counter[int]]:
-    """Ask in turns, so that a change of load meets both alike: (reference, override)."""
+    """Alternate (reference, override) calls, so that load changes meet both alike."""
     control: Counter[int] = Counter()
     treated: Counter[int] = Counter()
     for _ in range(calls):

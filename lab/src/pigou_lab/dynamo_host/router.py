@@ -83,7 +83,7 @@ class AdaptiveRouter:
 
     @property
     def force(self) -> Parameters:
-        """The parameters that a request routed now gets, whatever the controller wants."""
+        """Parameters in force, whatever the controller wants."""
         return self._force(self._steering.parameters(self._clock()))
 
     async def best_worker(
@@ -122,7 +122,7 @@ class AdaptiveRouter:
     async def generate_from_request(
         self, request: Mapping[str, Any], **options: Any
     ) -> AsyncIterator[Any]:
-        """Route a preprocessed request and stream the worker's answers, as `generate` does."""
+        """Route a preprocessed request and stream the worker's answers."""
         run = self._steering.arrive(self._clock())
         body = dict(request)
         override = self._override(self._force(run.parameters), body.get(_OVERRIDE))
@@ -158,7 +158,7 @@ class AdaptiveRouter:
     def _override(
         self, force: Parameters, given: Mapping[str, float] | None
     ) -> dict[str, float] | None:
-        """Return what to hand to Dynamo; None where that would change nothing."""
+        """Return the override for Dynamo; None if it changes nothing."""
         self.meters.routed(self._steering.regime, force, "router")
         if not self.verdict.honoured:
             return dict(given) if given else None
@@ -189,7 +189,7 @@ def serve_router(steering: Steering, arguments: Sequence[str], *, pretend: bool)
     stock: Any = service.StandaloneRouterHandler
 
     class Handler(stock):  # type: ignore[misc]
-        """Dynamo's handler, with the wrapped router in place of its own."""
+        """Dynamo's handler with the wrapped router."""
 
         async def initialize(self) -> None:
             await super().initialize()

@@ -49,12 +49,12 @@ class Steering:
         return self._detector.signal
 
     def parameters(self, now: int) -> Parameters:
-        """Return the parameters of a request that is routed now."""
+        """Return the parameters for a request routed now."""
         self._detector.tick(now, self.waiting)
         return self._controller.parameters(now)
 
     def arrive(self, now: int) -> SteeredRequest:
-        """Count a request that came; the caller tells its run what becomes of it."""
+        """Count an arrival; the caller reports its fate to the run."""
         run = SteeredRequest(self, self.parameters(now), now, self.waiting + 1)
         self.waiting += 1
         return run
@@ -66,7 +66,7 @@ class Steering:
         self._controller.observe(now, sample)
 
     def end(self, now: int, finish: E2ESample | None) -> None:
-        """Take in an end; None of a request that had no first token."""
+        """Record an end; None without a first token."""
         if finish is None:
             self.waiting -= 1
             self._detector.tick(now, self.waiting)

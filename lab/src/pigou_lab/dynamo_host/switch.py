@@ -39,7 +39,7 @@ _GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/m
 
 @dataclass(frozen=True, slots=True)
 class Frontend:
-    """A frontend of Dynamo, and what it was started with."""
+    """A Dynamo frontend and its settings."""
 
     url: str
     parameters: Parameters
@@ -105,7 +105,7 @@ class Switch:
         self._session: aiohttp.ClientSession | None = None
 
     def app(self) -> web.Application:
-        """Return the web application; its server should cancel handlers of clients that left."""
+        """Return the web application; its server should cancel handlers of lost clients."""
         app = web.Application(client_max_size=_MAX_BODY)
         app.router.add_get("/switch", self._state)
         app.router.add_get("/metrics", self._metrics)
@@ -114,7 +114,7 @@ class Switch:
         return app
 
     def order(self, now: int) -> list[Frontend]:
-        """Return the frontends as a request that comes now would try them."""
+        """Return the frontends in a request's order of tries."""
         return [state.frontend for state in self._order(now)]
 
     def status(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ class Switch:
 
 
 class _Closing:
-    """Cuts an answer that was not read to its end, so that the frontend stops computing."""
+    """Closes an unfinished answer, so that the frontend stops computing."""
 
     def __init__(self, answer: aiohttp.ClientResponse) -> None:
         self._answer = answer

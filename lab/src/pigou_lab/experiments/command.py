@@ -191,7 +191,7 @@ def _show(one: Experiment, document: Mapping[str, Any]) -> None:
 
 
 def _draw(folder: Path, document: Mapping[str, Any]) -> None:
-    """Write the page of results beside them; what cannot be drawn is said, and no error."""
+    """Write the page of results beside them; log what cannot be drawn."""
     from pigou.cli.report import publish
     from pigou.report.page import ReportError
     from pigou_lab.experiments.page import experiment_page

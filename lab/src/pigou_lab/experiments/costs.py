@@ -49,7 +49,7 @@ R1_SIZED: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class CostCase:
-    """A fleet with what it is asked for."""
+    """A fleet and its load."""
 
     fleet: str  # like `3p+7d`
     setup: Setup
@@ -61,7 +61,7 @@ class CostCase:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The highest rate that a fleet serves inside the objective, and its bill there."""
+    """Highest rate of a fleet inside the objective, and its bill."""
 
     rate_rps: float
     bill: FleetBill
@@ -204,7 +204,7 @@ def _row(
 
 
 def verdict(rows: Sequence[Row]) -> Mapping[str, Any]:
-    """Return what became of each claim: the best split, the largest step of the price."""
+    """Return each claim's verdict: best split, largest price step."""
     made: dict[str, Any] = {"utilisation_alone": 0.5 / 0.9}
     splits = [row for row in rows if row["concurrency"] == 1]
     for itl_s in sorted({row["itl_slo_s"] for row in splits}):

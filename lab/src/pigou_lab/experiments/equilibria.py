@@ -70,7 +70,7 @@ class SplitGame:
         return self.late_s * self.rps * of_prefill * of_decode - self.price * sum(split)
 
     def equilibria(self) -> list[Split]:
-        """Return the splits that neither pool gains by leaving alone."""
+        """Return the splits without a profitable unilateral change."""
         payoffs = {split: self.payoffs(split) for split in self.splits}
         return [
             (p, d)
@@ -80,7 +80,7 @@ class SplitGame:
         ]
 
     def optimum(self) -> Split:
-        """Return the split of the largest welfare; of equal ones that of the fewest workers."""
+        """Return the split of largest welfare; ties go to fewest workers."""
         return max(self.splits, key=lambda split: (self.welfare(split), -sum(split)))
 
 

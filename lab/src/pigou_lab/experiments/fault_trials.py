@@ -40,7 +40,7 @@ _UNLIMITED, _TWO, _PATIENT = limits(), WorkerGroup(count=2), ClientConfig()
 
 @dataclass(frozen=True)
 class FaultTrial:
-    """A small fleet, its load, and what is wrong with it."""
+    """A small fleet, its load, and its fault."""
 
     sessions: Sequence[RequestSession]
     group: WorkerGroup = _TWO
@@ -270,7 +270,7 @@ def _saturation(rng: Random) -> FaultTrial:
 
 
 def _back_pressure_failure(rng: Random) -> FaultTrial:
-    """Workers crash again and again under a queue that nothing bounds."""
+    """Crash-looping workers under an unbounded queue."""
     begin = rng.uniform(20.0, 30.0)
     fails = tuple(Outage(start=begin + 2.5 * i, end=begin + 2.5 * i + 0.5) for i in range(16))
     return FaultTrial(_open(rng, rng.uniform(66.0, 80.0), 60.0), WorkerGroup(count=1, fails=fails))

@@ -65,7 +65,7 @@ class PaperFleet:
     few: float = 0.0  # ITL in seconds of 1 or 2 streams, where `flat` is given
 
     def law(self, reading: Reading) -> Law:
-        """Return the time of its workers' steps under a reading."""
+        """Return the workers' timing law under a reading."""
         a, b = self.line
         if reading == "serial-prefill":
             prefill = 1.0 / self.ceiling
@@ -77,7 +77,7 @@ class PaperFleet:
         return Law(itl_a=self.flat, few=2, itl_few=self.few, prefill=prefill, overhead=rest)
 
     def _rest(self, step: float, prefill: float) -> float:
-        """What is left of the base beside prefill and the first step of decode."""
+        """Rest of the base beside prefill and the first decode step."""
         return max(0.0, self.base - prefill - step)
 
 

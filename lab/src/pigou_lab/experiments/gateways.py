@@ -59,7 +59,7 @@ def gateways(
 
 
 def _run_of(config: GatewaysConfig, seed: int) -> dict[str, Any]:
-    """Return the figures of one seed: times at a load that can be served, shares at one above."""
+    """Return one seed's figures: times below capacity, shares above."""
     result = simulation(config, seed).run()
     low = EPOCH + round(SETTLE_S * SECOND)
     done = [run for run in result.done if run.intended_ns >= low]
@@ -108,7 +108,7 @@ def _tenants(seed: int) -> OpenLoop:
 
 
 def service(result: SimulationResult) -> dict[str, float]:
-    """Return each tenant's part of the output tokens of requests that ended while all asked."""
+    """Return each tenant's share of output tokens while all are active."""
     low, high = (EPOCH + round(share * _FAIR_S * SECOND) for share in (1 / 3, 1.0))
     tokens: Counter[str] = Counter()
     for run in result.done:
@@ -141,7 +141,7 @@ def _row(
 
 
 def verdict(rows: Sequence[Row]) -> Mapping[str, Any]:
-    """Return the worst anarchy and unfairness, and what telling nothing costs, by number."""
+    """Return the worst anarchy and unfairness, and the cost of no exchange, by number."""
     informed = [row for row in rows if row["lag_s"] is not None]
     silent = [row for row in rows if row["lag_s"] is None]
     return {

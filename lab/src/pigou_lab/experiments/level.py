@@ -50,7 +50,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class LevelRun:
-    """A run of a level: its figures, and all of it."""
+    """A run of a level and its figures."""
 
     measured: WindowFigures
     result: SimulationResult

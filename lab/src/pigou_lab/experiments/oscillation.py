@@ -67,7 +67,7 @@ def constant_load(
 
 
 def settled_s(lag_s: float) -> float:
-    """Return the seconds after which a planner is to have settled."""
+    """Return the seconds for a planner to settle."""
     return SETTLED_LAGS * max(START_UP_S, lag_s)
 
 
@@ -95,7 +95,7 @@ def late_reversals(replicas: Sequence[Mapping[str, Any]], after_s: float) -> int
 
 
 def lag_limit_s(gain: float) -> float:
-    """Return the lag below which an integrator of so much gain a second decays."""
+    """Return the lag below which an integrator of this gain (1/s) is stable."""
     return math.pi / 2.0 / gain
 
 

@@ -17,7 +17,7 @@ FleetName: TypeAlias = Literal["340b-1p2d", "70b-1p2d", "70b-1p5d"]
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What the paper has for one measurement; None where it printed nothing."""
+    """The paper's figures of one measurement; None if not printed."""
 
     ttft_p99_s: float | None = None  # seconds to the first token, 99th percentile
     itl_p99_s: float | None = None  # seconds between tokens, 99th percentile
@@ -105,7 +105,7 @@ OVERLAP_WEIGHTS = (0.0, 0.3, 0.7, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Experiment 4: the index for each (temperature, overlap weight), or what is said of them."""
+    """Experiment 4: the index by (temperature, overlap weight), or a remark."""
 
     mean: float  # over the cells
     sd: float  # standard deviation between them
@@ -204,7 +204,7 @@ def completed(users: int, slots: int, seconds: float) -> float:
 
 
 def response(users: int, slots: int, rps: float) -> float:
-    """Return the seconds of a request at which `completed` gives `rps`."""
+    """Return the request seconds at which `completed` gives `rps`."""
     return float(brentq(lambda seconds: completed(users, slots, seconds) - rps, 0.1, 60.0))
 
 

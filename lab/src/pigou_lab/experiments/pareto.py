@@ -41,7 +41,7 @@ def grid(
 
 
 def cells(rows: Sequence[Row], fleet: PaperFleet) -> Mapping[str, Any]:
-    """Return what the grid says: its mean and spread, and whether cells differ beyond seeds."""
+    """Return the grid's mean and spread, and whether cells differ beyond seeds."""
     values = [row["poa_legacy"] for row in rows]
     ttfts = [row["ttft_p99_s"] for row in rows]
     printed = GRIDS[fleet.name].get(rows[0]["concurrency"])

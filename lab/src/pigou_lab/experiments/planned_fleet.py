@@ -86,7 +86,7 @@ class PlannedRun:
         return self._simulation(seed, planner)
 
     def make_planner(self, seed: int) -> Planner:
-        """Return the planner, which reckons with `assumed_lag_s`."""
+        """Return the planner, assuming a lag of `assumed_lag_s`."""
         probe = self._simulation(seed, None)
         assumed = FleetConfig(workers=probe.config.workers, start_up=_start_up(self.assumed_lag_s),
                            flip=RoleFlipConfig(seconds=self.assumed_lag_s))  # fmt: skip
@@ -96,7 +96,7 @@ class PlannedRun:
         return build_planner(config, objectives, fleets, seed)
 
     def performance(self) -> dict[Role, PerformanceModel]:
-        """Return the performance models of its pools, as planners have them."""
+        """Return the performance models of its pools."""
         probe = self._simulation(0, None)
         return {
             pool.role: measure_performance(pool.spec, pool.role, probe.config)
@@ -152,7 +152,7 @@ def planned_figures(simulation: Simulation) -> Row:
 
 
 def supply(replicas: Mapping[str, Any]) -> tuple[int, int]:
-    """Return prefill and decode workers that serve or are on their way, of one record."""
+    """Return a record's prefill and decode workers, starting ones included."""
     pools = replicas["pools"]
     return tuple(pools[role]["starting"] + pools[role]["active"] for role in ("prefill", "decode"))
 

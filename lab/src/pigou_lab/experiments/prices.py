@@ -40,7 +40,7 @@ class Contender:
 
 
 def threshold(prompts: int, tokens: int = _PROMPT) -> Contender:
-    """Return conditional disaggregation with this threshold, in prompts of so many tokens."""
+    """Return conditional disaggregation at a threshold, in prompts of `tokens`."""
     params = {
         "inner": "least-loaded", "policy": "prefill_load", "max_num_batched_tokens": tokens,
         "prefill_busy_threshold": prompts - 0.5,

@@ -103,7 +103,7 @@ def _level(regime: Regime) -> int:
 
 
 def held_ratios(rows: Sequence[Row]) -> Mapping[str, Any]:
-    """Return by what the controller changed each level: its figures over those of static."""
+    """Return the controller's figures over those of static, by level."""
     ratios: dict[str, Any] = {}
     for one, other in pairwise(rows):
         if (one["strategy"], other["strategy"]) == ("static", "regime"):

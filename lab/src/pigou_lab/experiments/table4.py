@@ -43,7 +43,7 @@ def table4(
 
 
 def errors(rows: Sequence[Row]) -> dict[str, float | None]:
-    """Return the errors that the replication is judged by, as roots of mean squared logarithms."""
+    """Return the replication's errors, as RMS logarithms."""
     return {
         "ttft_p99_from_128": log_rmse(rows, "ttft_p99_s", KNEE_USERS),
         "ttft_p99_to_96": log_rmse(rows, "ttft_p99_s", 0, KNEE_USERS - 1),

@@ -50,7 +50,7 @@ class AnarchyPlanner:
         self._windows = 0
 
     def observe(self, window: PlannerWindow) -> None:
-        """Note what one interval showed."""
+        """Observe one interval."""
         self._window = window
 
     def tick(self, now_ns: int) -> PlannerDecision:
@@ -92,7 +92,7 @@ class BlindPlanner:
         self._inner, self._cache = inner, cache
 
     def observe(self, window: PlannerWindow) -> None:
-        """Pass on what is not hidden."""
+        """Pass on the visible part."""
         self._inner.observe(hide_cache(window) if self._cache else hide_anarchy(window))
 
     def tick(self, now_ns: int) -> PlannerDecision:

@@ -66,7 +66,7 @@ class WindowFigures:
 
 
 def clock_ns(seconds: float) -> int:
-    """Return the time of the virtual clock so many seconds from the beginning."""
+    """Return virtual clock time in ns for seconds from the start."""
     return EPOCH + round(seconds * SECOND)
 
 

@@ -22,7 +22,7 @@ ROUNDING = 1e-15
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """``prefill`` + ``decode`` GPUs, and the violations (TTFT plus ITL) that they lead to."""
+    """``prefill`` + ``decode`` GPUs, and their violations (TTFT plus ITL)."""
 
     prefill: float
     decode: float
@@ -131,7 +131,7 @@ class AllocationGame:
                 return path
 
     def _net_gain(self, prefill: int, moved: int) -> float:
-        """What the growing pool gains less what the other loses, prefill's size in v_itl kept."""
+        """Gain of the growing pool less the other's loss, prefill's size in v_itl fixed."""
         ttft = self.v_ttft(prefill) - self.v_ttft(moved)
         itl = self.v_itl(self.gpus - prefill, prefill) - self.v_itl(self.gpus - moved, prefill)
         return float(ttft + itl)

@@ -59,7 +59,7 @@ class AtomicGame:
         return product(*(range(len(mine)) for mine in self.strategies))
 
     def loads(self, profile: Profile) -> dict[Hashable, float]:
-        """Return the load on each resource that is in use."""
+        """Return the load on each used resource."""
         loads: dict[Hashable, float] = {}
         for mine, choice, weight in zip(self.strategies, profile, self.weights, strict=True):
             for resource in mine[choice]:
@@ -67,7 +67,7 @@ class AtomicGame:
         return loads
 
     def player_cost(self, profile: Profile, player: int) -> float:
-        """Return what a player pays, a unit of its weight: the sum over its resources."""
+        """Return a player's cost per unit weight: the sum over its resources."""
         loads = self.loads(profile)
         return sum(self._cost(r, loads[r]) for r in self.strategies[player][profile[player]])
 

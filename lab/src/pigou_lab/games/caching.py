@@ -71,12 +71,12 @@ class CachingGame:
         return self._choices is not None
 
     def node_costs(self, placement: ArrayLike) -> Floats:
-        """Return what each node pays: placement and accesses, shape (nodes,)."""
+        """Return each node's cost of placement and accesses, shape (nodes,)."""
         held = np.asarray(placement, dtype=np.intp)
         return np.array([self._own_cost(i, held[i], self._remote(i, held)) for i in self._all])
 
     def social_cost(self, placement: ArrayLike) -> float:
-        """Return what all nodes pay together."""
+        """Return the total cost of all nodes."""
         return float(self.node_costs(placement).sum())
 
     def best_response(self, node: int, placement: ArrayLike) -> Indices:
@@ -84,7 +84,7 @@ class CachingGame:
         return self._best_row(node, self._remote(node, np.asarray(placement, dtype=np.intp)))
 
     def is_equilibrium(self, placement: ArrayLike) -> bool:
-        """Return whether no node gains by changing what it holds."""
+        """True if no node gains by changing its row."""
         held = np.asarray(placement, dtype=np.intp)
         return all(not self._can_improve(i, held) for i in self._all)
 
@@ -170,7 +170,7 @@ class CachingGame:
         return improves(best, self._own_cost(node, held[node], remote))
 
     def _best_row(self, node: int, remote: Floats) -> Indices:
-        """Assign objects to slots, or to a place of their own that stands for not held."""
+        """Assign objects to slots; a dummy slot stands for not held."""
         tier_of_slot = np.repeat(np.arange(len(self.tiers)), self.capacity[node])
         demand = self.demand[node][:, None]
         # An infinite miss is stood in for by a cost beyond all others: one miss outweighs them.
@@ -238,7 +238,7 @@ class CachingGame:
         return moved
 
     def _descend(self, placement: Indices) -> Indices:
-        """Change one entry, or swap two of a node, while that lowers the social cost."""
+        """Lower the social cost by single changes and swaps."""
         best, cost = placement.copy(), self.social_cost(placement)
         improved = True
         while improved:

@@ -50,12 +50,12 @@ class RoutingGame:
         return np.bincount(np.asarray(assignment, dtype=np.intp), minlength=self.workers)
 
     def saved(self, assignment: ArrayLike) -> float:
-        """Return the seconds that cached prefixes save all requests together."""
+        """Return the total seconds saved by cached prefixes."""
         chosen = np.asarray(assignment, dtype=np.intp)
         return float(self.savings[np.arange(self.requests), chosen].sum())
 
     def social_cost(self, assignment: ArrayLike) -> float:
-        """Return the seconds that all requests pay together; savings can make it negative."""
+        """Return the total seconds of all requests; savings can make it negative."""
         return self._over_loads(assignment, self._totals) - self.saved(assignment)
 
     def potential(self, assignment: ArrayLike) -> float:
@@ -65,7 +65,7 @@ class RoutingGame:
         )
 
     def tolls(self, loads: ArrayLike) -> Floats:
-        """Return n_w (f_w(n_w + 1) - f_w(n_w)), (workers,): what one more costs those there."""
+        """Return the tolls n_w (f_w(n_w + 1) - f_w(n_w)), (workers,)."""
         counts = [float(n) for n in np.asarray(loads, dtype=np.float64)]
         pairs = zip(self.laws, counts, strict=True)
         return np.array([n * (f(n + 1.0) - f(n)) if n > 0 else 0.0 for f, n in pairs])
@@ -214,7 +214,7 @@ def cheapest_assignment(marginal: Floats, private: Floats) -> Indices:
 
 
 class _Moves:
-    """The cheapest move from each worker to each other: its cost, and the request that makes it."""
+    """Cheapest moves between workers: cost and request."""
 
     def __init__(self, private: Floats, assignment: Indices) -> None:
         workers = private.shape[1]

@@ -24,7 +24,7 @@ _BLOCK = 16
 
 
 class Side:
-    """An engine that is stepped by hand."""
+    """An engine stepped by hand."""
 
     def __init__(self, model: LoadedModel, max_tokens: int) -> None:
         blocks = -(-max_tokens // _BLOCK) + 2
@@ -38,7 +38,7 @@ class Side:
     def add(
         self, prompt: list[int], output: int, *, remote: int = 0, keep_blocks: bool = False
     ) -> None:
-        """Add the request; `remote` tokens of its cache come from elsewhere."""
+        """Add the request; `remote` of its tokens are cached elsewhere."""
         params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
         hashes = chain(prompt, _BLOCK, _SEED)
         self._executor.add(_REQUEST, prompt, params, _SEED, hashes=hashes)
@@ -47,7 +47,7 @@ class Side:
         )
 
     def step(self) -> tuple[list[Finished], list[Load]]:
-        """Do a plan; return who finished, and what is to be loaded."""
+        """Run a plan; return finished requests, and loads."""
         self._now += 1
         plan = self.core.schedule(self._now)
 
@@ -102,7 +102,7 @@ def _move(source: Side, target: Side, ids: Ints, load: Load) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DeviceComparison:
-    """How greedy outputs of two devices compare, up to the first token that differs."""
+    """Comparison of greedy outputs of two devices, up to the first difference."""
 
     tokens: int
     divergences: int  # outputs that differ where the best two tokens were no near tie

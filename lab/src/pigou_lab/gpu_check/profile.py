@@ -20,7 +20,7 @@ from pigou_lab.gpu_check.speed import make_engine
 
 @dataclass(frozen=True, slots=True)
 class KernelProfile:
-    """What a plan ran."""
+    """Kernels of a plan."""
 
     steps: int
     # name -> (microseconds, launches), those that take longest first.
@@ -28,12 +28,12 @@ class KernelProfile:
 
     @property
     def launches_per_step(self) -> float:
-        """Kernels that were launched for each step."""
+        """Kernel launches per step."""
         return sum(count for _, count in self.kernels.values()) / max(self.steps, 1)
 
 
 def profile_plans(model: LoadedModel, streams: int) -> tuple[KernelProfile, KernelProfile]:
-    """Profile a plan of prompts, and one of decoding, with so many streams."""
+    """Profile a prefill plan, and a decode plan of `streams`."""
     engine = filled_engine(model, streams)
     prompts = _profile(model.device, engine.step)
     advance_to_decoding(engine)
@@ -56,7 +56,7 @@ def waits_per_step(model: LoadedModel, streams: int) -> float:
 
 
 def filled_engine(model: LoadedModel, streams: int) -> LocalEngine:
-    """Make an engine with prompts that wait to be computed."""
+    """Make an engine with queued prompts."""
     engine = make_engine(model, streams, 256)
     rng = np.random.default_rng(1)
     params = SamplingParams(max_tokens=128, temperature=0.0, ignore_eos=True)

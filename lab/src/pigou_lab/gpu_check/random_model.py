@@ -50,7 +50,7 @@ _SPREAD = 4.0
 
 
 class RandomWeights:
-    """Weights that depend on their names alone, made on one device and put on another."""
+    """Weights seeded by name, made on one device and put on another."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, source: torch.device) -> None:
         self._dtype, self._device, self._source = dtype, device, source

@@ -31,11 +31,11 @@ _DIFFERENCES = {"fp32": 1e-2, "bf16": 0.25}
 
 
 class SkippedError(Exception):
-    """A section that cannot be run here; says why."""
+    """A skipped section; says why."""
 
 
 class Check:
-    """Runs the sections, prints what they find, and remembers whether all held."""
+    """Runs the sections, prints findings, and remembers whether all passed."""
 
     def __init__(self, device: str, *, small: bool, deadline: float) -> None:
         """`deadline` is of `time.monotonic`."""

@@ -31,7 +31,7 @@ class Speed:
 
 
 def parameters(config: ModelConfig) -> int:
-    """Count the weights that a decoded token meets: all but the input embedding."""
+    """Count the weights used by a decoded token: all but the input embedding."""
     width = config.head_dim
     attention = (2 * config.heads + 2 * config.kv_heads) * width * config.hidden
     return config.layers * (attention + 3 * config.ffn * config.hidden) + (
@@ -40,7 +40,7 @@ def parameters(config: ModelConfig) -> int:
 
 
 def make_engine(model: LoadedModel, streams: int, max_tokens: int) -> LocalEngine:
-    """Make an engine with room for so many streams of so many tokens."""
+    """Make an engine for `streams` streams of `tokens` tokens."""
     blocks = streams * (-(-max_tokens // BLOCK) + 1)
     config = EngineConfig(
         blocks=blocks,
@@ -56,7 +56,7 @@ def make_engine(model: LoadedModel, streams: int, max_tokens: int) -> LocalEngin
 def measure_speed(
     model: LoadedModel, peaks: Peaks, streams: int, *, prompt: int = 64, output: int = 128
 ) -> Speed:
-    """Decode streams together; only plans in which all of them decode are counted."""
+    """Decode streams together; counts plans in which all decode."""
     engine = make_engine(model, streams, prompt + output)
     plans: list[Plan] = []
     engine.on_plan = plans.append
@@ -92,7 +92,7 @@ _REPEATS = 10
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """What simple operations reach on this device."""
+    """Peaks of simple operations on this device."""
 
     bandwidth: float  # bytes a second, read and written, of a large copy
     flops: float  # floating-point operations a second of a large product in bf16
@@ -114,7 +114,7 @@ def describe(name: str) -> str | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all that was queued."""
+    """Synchronize a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -144,7 +144,7 @@ class AibrixKpa(TargetPlanner):
         self._past: dict[str, list[tuple[int, int]]] = {}
 
     def observe(self, window: PlannerWindow) -> None:
-        """Note what one interval showed."""
+        """Observe one interval."""
         super().observe(window)
         self._panic.add(window)
 

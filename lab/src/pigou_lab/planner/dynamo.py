@@ -94,7 +94,7 @@ class DynamoPlanner(TargetPlanner):
         self._predicted_ns: int | None = None
 
     def observe(self, window: PlannerWindow) -> None:
-        """Note what one interval showed."""
+        """Observe one interval."""
         super().observe(window)
         if self._predicted_ns is None:
             self._predicted_ns = window.now_ns - int(window.seconds * SECOND)
@@ -157,7 +157,7 @@ class DynamoPlanner(TargetPlanner):
     def _predict(
         self, model: str, state: _ModelState, sides: list[_Side]
     ) -> tuple[list[int] | None, str]:
-        """Return the workers that the forecast needs, and set the floors of the reactive loop."""
+        """Return the workers for the forecast, and set the reactive loop's floors."""
         seconds = self.params.predictive_interval_s
         load = interval_load(self._history, model, seconds)
         state.forecasts.observe(load.requests, load.isl, load.osl)
@@ -351,7 +351,7 @@ def _decided(is_above: bool, is_removable: bool, side: _Side) -> int | None:
 
 
 def _pairs(sides: list[_Side]) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """Return workers that are ready, GPUs of one, and fewest workers, of both pools."""
+    """Return ready workers, GPUs per worker and minimum workers, of both pools."""
     prefill, decode = sides
     return (
         (prefill.ready, decode.ready),

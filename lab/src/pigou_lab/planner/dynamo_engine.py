@@ -67,7 +67,7 @@ class PassRegression:
         self._stale = True
 
     def add(self, step: ForwardPass) -> None:
-        """Add a step that took time."""
+        """Add a step of positive time."""
         if step.seconds <= 0:
             return
         sample = _Sample(step.attention, step.tokens, step.seconds)
@@ -142,7 +142,7 @@ class EngineModel:
         self._regression_of(step).add(step)
 
     def _regression_of(self, step: ForwardPass) -> PassRegression:
-        """Return the regression of its kind: prompts, streams and mixtures are kept apart."""
+        """Return the regression by kind: prompts, streams, mixtures."""
         kind = step.prompt_tokens > 0, step.streams > 0
         return self._regressions.setdefault(kind, PassRegression())
 

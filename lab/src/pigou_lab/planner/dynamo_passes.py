@@ -38,7 +38,7 @@ class ForwardPass(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> float:
-        """Tokens that go through the feed-forward layers."""
+        """Tokens through the feed-forward layers."""
         return float(self.prompt_tokens + self.streams)
 
     @property
@@ -52,7 +52,7 @@ class ForwardPass(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hit_discount(hit_rate: float | None) -> float:
-    """Return the share of prompt tokens that is computed."""
+    """Return the computed share of prompt tokens."""
     return 1.0 - min(max(hit_rate or 0.0, 0.0), MAX_HIT_RATE)
 
 
@@ -87,7 +87,7 @@ def forward_pass(
 def _with_streams(
     idle: ForwardPass, worker: WorkerWindow, role: Role, seconds: float, chunk_tokens: int
 ) -> ForwardPass:
-    """Return the mean step of a worker that decodes, prompts in it where it does both."""
+    """Return a decode worker's mean step, with prompts for role both."""
     if not (worker.mean_running and worker.itl_s):
         return idle
     mixed = 0

@@ -121,7 +121,7 @@ class DynamoSla(TargetPlanner):
         self._forecasts: dict[str, LoadForecasts] = {}
 
     def tick(self, now_ns: int) -> Any:
-        """Return what to do now; nothing before a first interval is over."""
+        """Return the actions; none before the first interval ends."""
         if self._decided_ns is None:
             self._decided_ns = now_ns
         return super().tick(now_ns)

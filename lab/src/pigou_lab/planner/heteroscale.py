@@ -102,7 +102,7 @@ class HeteroScale(TargetPlanner):
 
 
 def tokens_per_s(window: PlannerWindow, model: str) -> float | None:
-    """Return the tokens that a model generated a second; None where not known."""
+    """Return a model's generated tokens per second, or None."""
     counts = [load.output_tokens for load in window.loads if load.model == model]
     known = [count for count in counts if count is not None]
     return sum(known) / window.seconds if known else None

@@ -47,7 +47,7 @@ class SieveEviction(EvictionPolicy):
         return None
 
     def insert(self, entry: Entry, now: int) -> None:
-        """Put it at the queue's young end; a hand that had come there begins anew."""
+        """Insert at the queue's young end."""
         if not self._ahead:
             self._ahead, self._passed = self._passed, self._ahead
         self._ahead[entry.block.key] = entry
@@ -97,7 +97,7 @@ class S3FifoEviction(EvictionPolicy):
         return [True] * len(blocks)
 
     def victim(self, newcomer: Block, now: int) -> Entry | None:
-        """Let blocks of the queue that is over its part come up until one may go."""
+        """Evict from the queue over its share."""
         if self._main_bytes <= self._main_cap:
             entry = self._of_small()
             if entry is not None:
@@ -105,7 +105,7 @@ class S3FifoEviction(EvictionPolicy):
         return self._of_main() or self._of_small()
 
     def _of_small(self) -> Entry | None:
-        """Move used ones to the main queue, up to the first that was not."""
+        """Promote used blocks, up to the first unused one."""
         while self._small:
             entry = oldest(self._small)
             if entry.free and entry.mark < self._promote:
@@ -116,7 +116,7 @@ class S3FifoEviction(EvictionPolicy):
         return None
 
     def _of_main(self) -> Entry | None:
-        """Give used ones another round, up to the first that was not."""
+        """Reinsert used blocks, up to the first unused one."""
         for _ in range((self._MAX_USES + 1) * len(self._main)):
             entry = oldest(self._main)
             if entry.free and entry.mark == 0:
@@ -142,7 +142,7 @@ class S3FifoEviction(EvictionPolicy):
         entry.mark = min(entry.mark + 1, self._MAX_USES)
 
     def remove(self, entry: Entry, evicted: bool, now: int) -> None:
-        """Take it out of its queue; what goes on probation is remembered."""
+        """Remove it from its queue; remember it if on probation."""
         self._evicted |= evicted
         if entry.block.key in self._main:
             del self._main[entry.block.key]
@@ -162,7 +162,7 @@ class S3FifoEviction(EvictionPolicy):
 
 
 class GhostBlocks:
-    """Evicted keys, the oldest of which are forgotten. Falsy where there are none."""
+    """Bounded list of evicted keys. Falsy if empty."""
 
     def __init__(self, cap_bytes: int) -> None:
         self.cap_bytes = cap_bytes
@@ -228,7 +228,7 @@ class ArcEviction(EvictionPolicy):
             self._from_again.add(block.key)
 
     def victim(self, newcomer: Block, now: int) -> Entry | None:
-        """Return the oldest free block of the list that is over its share (REPLACE)."""
+        """Return the oldest free block of the list over its share (REPLACE)."""
         over = self._once_bytes > self._share or (
             self._once_bytes == self._share and newcomer.key in self._from_again
         )
@@ -274,7 +274,7 @@ class ArcEviction(EvictionPolicy):
         self._again_bytes += entry.block.size
 
     def remove(self, entry: Entry, evicted: bool, now: int) -> None:
-        """Take it out of its list; if it was evicted, remember it."""
+        """Remove it from its list; remember it if evicted."""
         key, size = entry.block.key, entry.block.size
         if key in self._once:
             del self._once[key]

@@ -29,7 +29,7 @@ class Fifo(TokenPolicy):
     stamped = ("entered",)
 
     def score(self, entries: CacheEntries) -> Returns:
-        """Return the step in which a token was stored, and within it the position."""
+        """Return a token's storing step, then its position."""
         entered = entries.field("entered")[0, 0].astype(np.float64)
         scores: Returns = entered * _WITHIN + entries.positions[0, 0]
         return scores
@@ -138,7 +138,7 @@ class Random(TokenPolicy):
 
 
 class Oracle(TokenPolicy):
-    """Returns that somebody knows: `scorer`, which a benchmark sets before the first scoring."""
+    """Known future returns: set `scorer` before the first scoring."""
 
     #: From entries to returns, as `TokenPolicy.score`.
     scorer: Callable[[CacheEntries], Returns] | None = None
