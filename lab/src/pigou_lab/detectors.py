@@ -320,10 +320,9 @@ PRESETS: Mapping[str, PaperConfig] = {
 
 
 class PaperDetector(Polled):
-    """Compares smoothed TTFT P99 with two thresholds (Georgiou 2026, Eq. 10 and 11).
+    """Compares L(t) = alpha P99(t) + (1 - alpha) L(t - interval) with two thresholds (Eq.
 
-    L(t) = alpha P99(t) + (1 - alpha) L(t - interval). Feed it first tokens (`update`) or scrapes of
-    a histogram (`scrape`). A poll without a first token changes nothing.
+    10, 11).
     """
 
     Params: ClassVar[type[msgspec.Struct]] = PaperConfig

@@ -35,11 +35,7 @@ class OverridesIgnored(RuntimeError):
 
 
 class AdaptiveRouter:
-    """Drop-in for Dynamo's `KvRouter` that adds the regime's parameters to each call.
-
-    Implements Georgiou 2026, Algorithm 1. A caller's own override wins. Undefined attributes are
-    Dynamo's.
-    """
+    """Drop-in for Dynamo's `KvRouter` with the regime's parameters (Georgiou 2026, Algorithm 1)."""
 
     def __init__(
         self,

@@ -174,11 +174,7 @@ def _text(law: Law) -> str:
 
 
 class EqualStages(DynamoPaper):
-    """cost_j = omega * prefill_j + active_j, for prefill and decode workers alike.
-
-    Gives the overlap weight an effect with one prefill worker, as the paper's Eq. 7 has it;
-    `dynamo-paper` ignores overlap at decode.
-    """
+    """cost_j = omega * prefill_j + active_j, for prefill and decode workers alike (Eq. 7)."""
 
     name: ClassVar[str] = "eq1"
 

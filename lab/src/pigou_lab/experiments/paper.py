@@ -1,7 +1,4 @@
-"""Figures printed in Georgiou (2026), "The Price of Anarchy in Disaggregated Inference".
-
-Times in seconds, rates in requests per second; the Price of Anarchy is the paper's Eq. 12.
-"""
+"""Figures of Georgiou (2026), "The Price of Anarchy in Disaggregated Inference", in seconds."""
 
 from __future__ import annotations
 

@@ -106,10 +106,9 @@ class AllocationGame:
         return self._allocation(float(grid[best]))
 
     def best_response_path(self, start: int, step: int = 1) -> list[int]:
-        """Return the prefill GPUs along best responses of ``step`` GPUs, up to a rest or a cycle.
+        """Return the prefill GPUs along best responses, up to a rest or first repeat.
 
-        A cycle ends with the first repeated split. Raises ValueError for a fractional budget, or a
-        start or step outside it.
+        ValueError.
         """
         total = round(self.gpus)
         if total != self.gpus or not 0 <= start <= total or step < 1:

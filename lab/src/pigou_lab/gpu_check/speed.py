@@ -40,7 +40,7 @@ def parameters(config: ModelConfig) -> int:
 
 
 def make_engine(model: LoadedModel, streams: int, max_tokens: int) -> LocalEngine:
-    """Make an engine for `streams` streams of `tokens` tokens."""
+    """Make an engine for `streams` streams of `max_tokens` tokens."""
     blocks = streams * (-(-max_tokens // BLOCK) + 1)
     config = EngineConfig(
         blocks=blocks,

@@ -184,11 +184,7 @@ class EngineModel:
     def capacity(
         self, isl: float, osl: float, ttft_s: float, itl_s: float, hit_rate: float | None = None
     ) -> Capacity | None:
-        """Return the highest rate inside the objective, or at all if none is; None if unfitted.
-
-        Prefill: b prompts at once, b / TTFT. Decode: b / (osl ITL), context isl + osl / 2. Both:
-        prompts are spread over the steps of the streams.
-        """
+        """Return the highest rate inside the objective, or at all if none is; None if unfitted."""
         best: Capacity | None = None
         for result in self._capacities(math.ceil(isl), max(math.ceil(osl), 1), hit_rate):
             if result is None:

@@ -37,11 +37,7 @@ class RayServeParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class RayServe(TargetPlanner):
-    """error = ongoing / (N target); desired = ceil(N (1 + (error - 1) factor)).
-
-    Ray Serve, `_core_replica_queue_length_autoscaling_policy`: a direction must last for its delay.
-    A pool without workers counts requests that wait at the gateway.
-    """
+    """error = ongoing / (N target); desired = ceil(N (1 + (error - 1) factor)), after a delay."""
 
     name: ClassVar[str] = "ray"
     Params: ClassVar[type[msgspec.Struct]] = RayServeParams

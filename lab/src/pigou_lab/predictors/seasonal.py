@@ -27,10 +27,7 @@ class SeasonalParams(PredictorParams, frozen=True, kw_only=True):
 
 
 class SeasonalNaive(CalibratedPredictor):
-    """The load of one season ago: y(t + h) = y(t + h - season ceil(h / season)).
-
-    Hyndman and Athanasopoulos, "Forecasting: Principles and Practice" (3rd ed.), section 5.2.
-    """
+    """The load of one season ago (Hyndman, Athanasopoulos): y(t + h - season ceil(h / season))."""
 
     Params: ClassVar[type[PredictorParams]] = SeasonalParams
 
