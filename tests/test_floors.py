@@ -15,7 +15,7 @@ FLOORS = {
     "request": 1, "events": 1, "config": 1, "sampling": 1, "games": 1, "models": 1, "compiled": 1,
     "background": 1, "registry": 1, "kernel_cache": 1, "logs": 1, "imports": 1, "config_option": 1,
     "metric_rows": 1, "yaml_file": 1, "small_file": 1, "stop_signals": 1,
-    "objectives": 1,
+    "objectives": 1, "placement": 1,
     "kv": 2, "wire": 2, "text": 2, "tracing": 2,
     "engine": 3, "control": 3, "lifecycle": 3, "diagnosis": 3, "cost": 3,
     "windows": 3, "performance": 3,
@@ -25,7 +25,7 @@ FLOORS = {
     "cli": 6, "__main__": 7,
 }  # fmt: skip
 PURE = {"games", "kv", "engine", "control", "lifecycle", "cost", "diagnosis"}
-PURE |= {"windows", "performance"}
+PURE |= {"windows", "performance", "placement"}
 IMPURE_MODULES = {"asyncio", "socket", "socketserver", "time", "zmq", "aiohttp", "threading"}
 #: An import from a package of this repository: module, names.
 IMPORT = re.compile(

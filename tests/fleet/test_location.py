@@ -8,12 +8,12 @@ import pytest
 from tests.fleet.harness import SLEEP, running
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.control.placement.topology import read_location
 from pigou.control.plane import ControlPlane
 from pigou.fleet.config import AttachedWorker
 from pigou.fleet.probe import _location
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.proxy.upstream import Engine, Upstream
+from pigou.placement.topology import read_location
 from pigou.request import UNKNOWN_LOCATION, Location, Role, Worker
 
 

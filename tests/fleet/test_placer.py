@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pigou.control.placement.gang import Pack
-from pigou.control.placement.topology import Node, TopologyLevel
 from pigou.fleet.config import FleetError
 from pigou.fleet.ray.ray_provider import Placer
+from pigou.placement.gang import Pack
+from pigou.placement.topology import Node, TopologyLevel
 from pigou.request import Role
 
 WORKERS = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.control.placement.topology import Node
 from pigou.control.plane import ControlPlane
 from pigou.fleet.config import FleetError, RayConfig, WatchConfig
 from pigou.fleet.hang_detection import HangArbiter
@@ -20,6 +19,7 @@ from pigou.fleet.ray.cluster import ActorGone, Bundle, RayCluster, RayProcess
 from pigou.fleet.ray.ray_provider import RayProvider
 from pigou.fleet.sources.local import WorkerTemplate, start_workers
 from pigou.gateway.plane_driver import PlaneDriver
+from pigou.placement.topology import Node
 
 
 class MadeUpCluster:

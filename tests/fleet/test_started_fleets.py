@@ -15,10 +15,10 @@ from tests.fleet.harness import SLEEP, Client, running, text, until
 from tests.fleet.ray_nodes import RayNodes, ray_nodes
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.control.placement.gang import Pack
-from pigou.control.placement.topology import TopologyLevel
 from pigou.fleet.config import FleetError, RayConfig, WorkersConfig
 from pigou.fleet.sources.local import WorkerTemplate
+from pigou.placement.gang import Pack
+from pigou.placement.topology import TopologyLevel
 
 QUICK = (*SLEEP, "--rehearse", "0")
 #: Prompts go to the prefill worker.

@@ -9,7 +9,7 @@ import pytest
 from setups import FleetConfig, WorkerGroup, open_loop, simulation
 
 from pigou.config import ConfigError
-from pigou.control.placement.topology import Distance, distance
+from pigou.placement.topology import Distance, distance
 from pigou.request import Role
 from pigou.sim.fleet_config import TopologyConfig
 from pigou.sim.network import LinkConfig, Network, Way

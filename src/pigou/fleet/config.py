@@ -12,9 +12,9 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.config_option import option
-from pigou.control.placement.gang import Pack
-from pigou.control.placement.topology import TopologyLevel
 from pigou.gateway.config import Overflow
+from pigou.placement.gang import Pack
+from pigou.placement.topology import TopologyLevel
 from pigou.request import Location, Role
 
 #: Maximum worth of a fallback, in seconds: a day.

@@ -22,16 +22,6 @@ from pigou.control.messages import (
     WorkerDraining,
     WorkerUp,
 )
-from pigou.control.placement.gang import (
-    Gang,
-    GangPlaced,
-    GangRefused,
-    PlacementRefusal,
-    Replica,
-    RoleDemand,
-)
-from pigou.control.placement.gang_scheduler import GangScheduler
-from pigou.control.placement.topology import Distance, distance
 from pigou.control.plane import ControlPlane
 from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.control.pull_queue.config import PullQueueConfig
@@ -39,6 +29,16 @@ from pigou.control.routing.policy import RoutingPolicy
 from pigou.cost.cost_meter import CostMeter, MeteredControlPlane
 from pigou.engine.plan import Finished, Load
 from pigou.events import KVEvent
+from pigou.placement.gang import (
+    Gang,
+    GangPlaced,
+    GangRefused,
+    PlacementRefusal,
+    Replica,
+    RoleDemand,
+)
+from pigou.placement.gang_scheduler import GangScheduler
+from pigou.placement.topology import Distance, distance
 from pigou.request import SECOND, UNKNOWN_LOCATION, Location, Role, Worker
 from pigou.sim.dispatch import Dispatcher
 from pigou.sim.fleet_config import FleetConfig, TopologyConfig

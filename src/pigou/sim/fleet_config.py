@@ -11,9 +11,9 @@ import msgspec
 
 from pigou.config import ConfigError, check_bounds, wrong
 from pigou.config_option import option
-from pigou.control.placement.gang import Pack
-from pigou.control.placement.topology import Distance, DistanceCosts, Node
 from pigou.control.planner.config import PlannerConfig, RequestClassConfig, check_wait
+from pigou.placement.gang import Pack
+from pigou.placement.topology import Distance, DistanceCosts, Node
 from pigou.request import Role
 from pigou.sim.arrival_rate import MAX_SECONDS
 from pigou.sim.network import LinkConfig

@@ -8,9 +8,9 @@ import msgspec
 
 from pigou.config import ConfigError, EvictionConfig, QueueOrder
 from pigou.config_option import option
-from pigou.control.placement.topology import read_location
 from pigou.kv.tier_config import HOST, TierOption, check_names
 from pigou.logs import AccessLogOption, LogFormatOption, LogLevelOption
+from pigou.placement.topology import read_location
 from pigou.request import Role
 from pigou.tracing.config import TracingConfig
 

@@ -18,8 +18,8 @@ from aiohttp import web
 
 from pigou import logs
 from pigou.background import Background
-from pigou.control.placement.topology import read_location
 from pigou.imports import uncollected
+from pigou.placement.topology import read_location
 from pigou.stop_signals import END_S, StopSignals
 from pigou.tracing.exporter import exporter_families
 from pigou.tracing.tracer import open_tracer

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pigou.control.placement.gang import removal_costs
-from pigou.control.placement.topology import DistanceCosts
 from pigou.control.planner.messages import DrainWorker
 from pigou.control.planner.price.transition import MoveRates, PoolMembership, Transition
 from pigou.objectives import Budget, ProvisioningTimes
+from pigou.placement.gang import removal_costs
+from pigou.placement.topology import DistanceCosts
 from pigou.request import SECOND, Location, Role
 from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerWindow
 

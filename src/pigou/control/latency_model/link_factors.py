@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.placement.topology import (
+from pigou.placement.topology import (
     Distance,
     DistanceCosts,
     TopologyLevel,

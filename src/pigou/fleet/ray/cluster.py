@@ -13,11 +13,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from pigou.config import ConfigError
-from pigou.control.placement.topology import Node
 from pigou.fleet.config import FleetError
 from pigou.fleet.hang_detection import EngineProgress
 from pigou.fleet.worker_process import ProcessState, WorkerProcess
 from pigou.imports import remedy
+from pigou.placement.topology import Node
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.names import url_host
 

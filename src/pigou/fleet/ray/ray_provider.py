@@ -7,7 +7,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from pigou.control.placement.gang import (
+from pigou.fleet.config import FleetError, LocalWorker, RayConfig
+from pigou.fleet.member import Member, MemberSetup
+from pigou.fleet.ray.cluster import Bundle, RayCluster, RayProcess
+from pigou.fleet.sources.local import LocalProvider, ProcessSource, WorkerTemplate
+from pigou.fleet.worker_process import MemberProcess
+from pigou.placement.gang import (
     Gang,
     GangEvicted,
     GangPlaced,
@@ -18,13 +23,8 @@ from pigou.control.placement.gang import (
     Replica,
     RoleDemand,
 )
-from pigou.control.placement.gang_scheduler import GangScheduler
-from pigou.control.placement.topology import Node, label_warning
-from pigou.fleet.config import FleetError, LocalWorker, RayConfig
-from pigou.fleet.member import Member, MemberSetup
-from pigou.fleet.ray.cluster import Bundle, RayCluster, RayProcess
-from pigou.fleet.sources.local import LocalProvider, ProcessSource, WorkerTemplate
-from pigou.fleet.worker_process import MemberProcess
+from pigou.placement.gang_scheduler import GangScheduler
+from pigou.placement.topology import Node, label_warning
 from pigou.request import Location, Role
 
 _log = logging.getLogger("pigou.fleet")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pigou.control.placement.gang import removal_costs
-from pigou.control.placement.topology import DistanceCosts
 from pigou.control.planner.messages import (
     Action,
     AddWorkers,
@@ -17,6 +15,8 @@ from pigou.control.planner.messages import (
 from pigou.control.planner.price.terms import CREDIT_WINDOWS
 from pigou.control.planner.target_planner import free_gpus
 from pigou.objectives import Budget, ProvisioningTimes
+from pigou.placement.gang import removal_costs
+from pigou.placement.topology import DistanceCosts
 from pigou.request import SECOND, Role
 from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState, WorkerWindow
 

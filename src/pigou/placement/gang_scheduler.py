@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.control.placement.gang import (
+from pigou.placement.gang import (
     Gang,
     GangEvicted,
     GangPlaced,
@@ -25,8 +25,8 @@ from pigou.control.placement.gang import (
     count_roles,
     placement_of,
 )
-from pigou.control.placement.packing import MAX_STEPS, free_gpus, pack_gang
-from pigou.control.placement.topology import DistanceCosts, Node
+from pigou.placement.packing import MAX_STEPS, free_gpus, pack_gang
+from pigou.placement.topology import DistanceCosts, Node
 from pigou.request import Role
 
 

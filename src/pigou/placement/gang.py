@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.control.placement.topology import (
+from pigou.placement.topology import (
     Distance,
     DistanceCosts,
     Node,

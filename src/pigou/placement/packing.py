@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from pigou.control.placement.gang import (
+from pigou.placement.gang import (
     Gang,
     GangPlacement,
     PlacementRefusal,
@@ -16,7 +16,7 @@ from pigou.control.placement.gang import (
     count_roles,
     placement_of,
 )
-from pigou.control.placement.topology import DistanceCosts, Node, domain
+from pigou.placement.topology import DistanceCosts, Node, domain
 from pigou.request import Role
 
 #: Search steps of about 30 microseconds; six hosts take fewer.

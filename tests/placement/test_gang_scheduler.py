@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from random import Random
 
 import pytest
-from tests.control.placement.test_packing import random_cluster, random_gang
+from tests.placement.test_packing import random_cluster, random_gang
 
 from pigou.config import ConfigError
-from pigou.control.placement.gang import (
+from pigou.placement.gang import (
     Gang,
     GangEvicted,
     GangPlaced,
@@ -24,8 +24,8 @@ from pigou.control.placement.gang import (
     count_roles,
     is_packed,
 )
-from pigou.control.placement.gang_scheduler import GangScheduler
-from pigou.control.placement.topology import Distance, Node, TopologyLevel
+from pigou.placement.gang_scheduler import GangScheduler
+from pigou.placement.topology import Distance, Node, TopologyLevel
 from pigou.request import Role
 
 

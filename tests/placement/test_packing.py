@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from pigou.control.placement.gang import (
+from pigou.placement.gang import (
     Gang,
     GangPlacement,
     Pack,
@@ -19,8 +19,8 @@ from pigou.control.placement.gang import (
     is_packed,
     placement_cost,
 )
-from pigou.control.placement.packing import free_gpus, pack_gang
-from pigou.control.placement.topology import DistanceCosts, Node, TopologyLevel
+from pigou.placement.packing import free_gpus, pack_gang
+from pigou.placement.topology import DistanceCosts, Node, TopologyLevel
 from pigou.request import Role
 
 COSTS = DistanceCosts()
