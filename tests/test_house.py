@@ -19,31 +19,32 @@ MAX_LINES, MIN_LINES = 700, 60
 MAX_PARAMETERS = 12
 MAX_FIELDS = 40
 MAX_FILES = 580  # of product and lab
-MAX_PRODUCT_LINES = 104_500  # aim 96,000
+MAX_PRODUCT_LINES = 99_250  # aim 96,000
 MAX_LAB_LINES = 12_500
-MIN_CODE_SHARE = 0.65  # aim 0.66
+MIN_CODE_SHARE = 0.66
 MAX_SHORT_FILES = 3  # aim 0
 MAX_CIRCLES = 0
-MAX_TEST_ONLY_NAMES = 16  # aim 0
+MAX_TEST_ONLY_NAMES = 13  # aim 0
 #: Lines of packages, or of several together; `modules` are the files beside them.
 BUDGETS = {
     "modules": 2_050,  # aim 1,500
-    "models": 2_150,  # aim 1,000
-    "kv": 3_500,
-    "engine": 3_500,
-    "games": 1_750,
-    "performance": 2_050,  # aim 1,750
-    "control": 17_200,  # aim 15,000
-    "lifecycle": 1_000,
-    "windows": 1_250,
-    "cost diagnosis tracing": 3_850,  # aim 3,250
-    "wire text": 5_800,  # aim 5,000
-    "gateway": 10_600,  # aim 9,000
-    "worker": 9_500,  # aim 8,750
-    "runtime": 9_400,  # aim 9,250
-    "sim": 8_000,  # aim 7,750
-    "fleet integrations": 11_250,  # aim 11,000
-    "workload capacity report cli": 13_150,  # aim 12,250
+    "models": 2_050,  # aim 1,000
+    "placement": 1_050,
+    "kv": 3_100,
+    "engine": 3_200,
+    "games": 1_400,
+    "performance": 1_850,  # aim 1,750
+    "control": 15_000,
+    "lifecycle": 750,
+    "windows": 1_150,
+    "cost diagnosis tracing": 3_600,  # aim 3,250
+    "wire text": 5_550,  # aim 5,000
+    "gateway": 10_100,  # aim 9,000
+    "worker": 8_900,  # aim 8,750
+    "runtime": 8_550,
+    "sim": 7_700,
+    "fleet": 10_850,
+    "workload capacity report cli": 12_800,  # aim 12,250
 }
 #: Short files that are whole: entry points.
 MAY_BE_SHORT = {"__init__.py", "__main__.py"}
