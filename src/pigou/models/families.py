@@ -376,6 +376,5 @@ FAMILIES: dict[str, Family] = {
                        defaults={**_TIED, "head_dim": 128}),
     "ernie4_5_moe": Family(qkv_bias="use_bias", output_bias="use_bias", defaults=_TIED),
     "hunyuan_v1_dense": Family(qk_norm="head"),
-    "helium": Family(defaults={"head_dim": 128}),
     "dots1": Family(qk_norm="head"),
 }  # fmt: skip
