@@ -210,7 +210,7 @@ class Tier:
 
     def _subtree(self, top: Entry) -> list[Entry]:
         entries = [top]
-        for entry in entries:  # which grows meanwhile
+        for entry in entries:  # grows in the loop
             child = entry.down
             while child is not None:
                 entries.append(child)
@@ -282,15 +282,15 @@ class Tier:
         ensure(used == self.used_bytes, f"{used} bytes are held, {self.used_bytes} counted")
         ensure(used <= self.cap_bytes, f"{used} bytes are held, the cap is {self.cap_bytes}")
         for key, entry in self._doomed.items():
-            ensure(entry.pins > 0, f"{key.hex()} was dropped and is not pinned, but not given back")
+            ensure(entry.pins > 0, f"{key.hex()} was dropped, is not pinned, and was not freed")
         for key, entry in self._held.items():
             self._check_place(key, entry)
         due = {(block.expiry, block.key) for block in self.blocks() if block.expiry != NEVER}
-        ensure(due <= set(self._expiries), "a block would never expire")
+        ensure(due <= set(self._expiries), "a block with an expiry is not queued for it")
         children = sum(len(_row(entry.down)) for entry in self._held.values())
         waiting = sum(len(_row(first)) for first in self._waiting.values())
         roots = sum(entry.block.parent == ROOT for entry in self._held.values())
-        ensure(children + waiting + roots == len(self._held), "the forest has lost a block")
+        ensure(children + waiting + roots == len(self._held), "a block is not reachable from a root")
 
     def _check_place(self, key: bytes, entry: Entry) -> None:
         name = key.hex()
@@ -302,7 +302,7 @@ class Tier:
         ensure(not orphan, f"{name} is held without its parent")
         for child in _row(entry.down):
             ensure(
-                child.up is entry, f"{child.block.key.hex()} is a child of {name}, and denies it"
+                child.up is entry, f"{child.block.key.hex()} is a child of {name} without a link to it"
             )
 
 

@@ -26,15 +26,15 @@ class StepOutput:
     """Output of one step, by plan entry."""
 
     tokens: Ints  # sampled, shape (n,); -1 for none
-    # ended by an end token, stop token or grammar, or failed; the core applies the length limit.
+    # Ended by an end token, stop token or grammar, or failed; the core applies length limits.
     finished: NDArray[np.bool_]
-    failed: dict[int, str] = field(default_factory=dict)  # reason by entry; it has no token
-    # of the sampled token, if requested.
+    failed: dict[int, str] = field(default_factory=dict)  # reason by entry without a token
+    # Of the sampled tokens, where requested.
     logprobs: dict[int, RankedLogprobs] = field(default_factory=dict)
-    # of each token of a prompt finished in this step, if requested; None for the first token and
-    # those found in the cache.
+    # Of the tokens of prompts that finish in this step, where requested; None for the first token
+    # and cached ones.
     prompt_logprobs: dict[int, list[RankedLogprobs | None]] = field(default_factory=dict)
-    # error raised for one entry; it has no token, and finishes.
+    # Error raised by one entry, which finishes without a token.
     broken: dict[int, str] = field(default_factory=dict)
 
 

@@ -40,7 +40,7 @@ class Streams:
         self._set_awaiting(row, leg.streams and leg.first)
 
     def leave(self, leg: Leg) -> None:
-        """Take a leg's row, and write its counts to it."""
+        """Free a leg's row; write its counts to the leg."""
         row = leg.row
         leg.produced, leg.published = self._produced.item(row), self._published.item(row)
         leg.last_token_ns = self._last_token_ns.item(row)
@@ -59,7 +59,7 @@ class Streams:
         leg.produced, leg.published = self._produced.item(row) + passed, self._published.item(row)
 
     def awaits_first(self, rows: Ints) -> bool:
-        """Whether one of these rows waits for its first token."""
+        """True if one of these rows waits for its first token."""
         return self._awaiting > 0 and any(self._awaits_first[rows].tolist())
 
     def publish(
@@ -120,7 +120,7 @@ class ITLHistogram:
 
     @property
     def count(self) -> int:
-        """How many gaps there are."""
+        """Number of gaps."""
         return int(self.sums[GAPS])
 
     def add(self, gaps: Nanos) -> None:

@@ -45,7 +45,7 @@ BACKGROUND = BOOKED.index("background_requests")
 OVER_EXPECTED = BOOKED.index("over_expected_tokens")
 EXPECTED, SENT = BOOKED.index("expected_tokens"), BOOKED.index("sent_prompts")
 _NONE = (0,) * len(BOOKED)
-#: Numbers that are a part of another one.
+#: Pairs of a number and the whole that it is a part of.
 _PARTS = tuple(
     (BOOKED.index(part), BOOKED.index(of))
     for part, of in (
@@ -57,9 +57,9 @@ _PARTS = tuple(
         ("background_pairs", "prefill_pairs"),
     )
 )
-#: Which numbers are of prompts that are to be computed.
+#: Numbers that count prompts to be computed, shape (numbers of `BOOKED`,).
 _OF_PROMPTS = np.array([name.startswith(("prefill", "background", "pending")) for name in BOOKED])
-#: Weight of the last request in the mean times for which others stay booked.
+#: Weight of the last request in the mean booked times.
 _BOOKED_KEEP = 1.0 / 64.0
 
 
@@ -98,7 +98,7 @@ class PeerLedger:
     """
 
     def __init__(self) -> None:
-        #: what is in the columns of the fleet's state, (numbers of `BOOKED`, workers)
+        #: Part of the fleet's columns that others booked, shape (numbers of `BOOKED`, workers).
         self.total: Counts = np.zeros((len(BOOKED), 0), dtype=np.int64)
         self.streams = 0
         self.weights: NDArray[np.float64] = np.ones(len(BOOKED))  # w of each number
@@ -201,11 +201,11 @@ class PeerState(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind
 
     gateway: str
     seq: int  # message number from 1; a snapshot repeats the last one
-    # what it has on workers; in a snapshot, those that are left out have nothing.
+    # Bookings by worker; a snapshot leaves out workers without any.
     workers: tuple[WorkerBookings, ...] = ()
-    tenants: tuple[TenantService, ...] = ()  # what it did for tenants, and has of them
+    tenants: tuple[TenantService, ...] = ()  # service by tenant
     prompts: tuple[PredictedPrompt, ...] = ()
-    # last message of each other gateway, by name, and nanoseconds since that came.
+    # Number of the last message from each gateway, and nanoseconds since it came.
     heard: dict[str, tuple[int, int]] = {}
     snapshot: bool = False  # True if it has the whole state
     leaves: bool = False  # True for the last message

@@ -9,13 +9,13 @@ import msgspec
 from pigou.gateway.request import CHAT, COMPLETIONS, Body, GatewayRun
 from pigou.lifecycle.migration import Continuation, StreamState
 
-#: What a stock worker needs of a request besides prompt and limits, to go on with it.
+#: Fields that a stock worker needs to continue a request, besides prompt and limits.
 _CARRIED = ("model", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p", "seed",
             "stop_token_ids", "ignore_eos", "logit_bias", "skip_special_tokens",
             "spaces_between_special_tokens", "cache_salt", "priority", "return_token_ids",
             "user")  # fmt: skip
 
-#: What a frontend of Dynamo calls the token ids of a chunk.
+#: Dynamo's name for the token ids of a chunk.
 DYNAMO_IDS = "completion_token_ids"
 
 

@@ -28,6 +28,7 @@ from pigou.worker.engine_thread.commands import OnStep
 if TYPE_CHECKING:
     from pigou.runtime.structured_output import GrammarState
 
+_log = logging.getLogger(__name__)
 #: Nanoseconds that a step may start in the past, to hide bookkeeping. Longer delays are kept.
 CATCH_UP = 20_000_000
 #: Nanoseconds between beats.
@@ -267,8 +268,6 @@ def read_link(text: str) -> LinkConfig:
     return LinkConfig(gbps=keys.gbps, latency_us=keys.latency_us, sharing="fifo", ends="receiver")
 
 
-_log = logging.getLogger(__name__)
-
 
 class SimulatedLink:
     """A worker's receiving link: loads arrive in sequence, each after the link's latency.
@@ -311,7 +310,7 @@ class SimulatedLink:
             try:
                 action()
             except Exception:
-                _log.exception("an arrival could not be told")
+                _log.exception("the arrival of blocks could not be reported")
 
     def _next(self) -> Callable[[], None] | None:
         with self._change:
