@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+#: `_nrt` is numba's own switch for the runtime that counts references; it has no public name.
+_BARE: dict[str, Any] = {"nogil": True, "_nrt": False}
 
 
 def _writable(folder: Path) -> bool:
@@ -54,10 +56,6 @@ def kernel(function: Function) -> Function:
     kernels that call one another live in one file.
     """
     return cast(Function, share(njit(cache=True, nogil=True)(function)))
-
-
-#: `_nrt` is numba's own switch for the runtime that counts references; it has no public name.
-_BARE: dict[str, Any] = {"nogil": True, "_nrt": False}
 
 
 def bare_kernel(function: Function) -> Function:

@@ -9,6 +9,18 @@ from importlib.util import find_spec
 
 from pigou.config import ConfigError
 
+#: Pigou is on no package registry: an extra is installed from its source.
+_WHERE = "in a checkout of Pigou"
+#: Extra of the package -> modules that it brings.
+EXTRAS = {
+    "worker": ("torch", "safetensors", "llguidance", "obstore"),
+    "report": ("matplotlib", "plotly"),
+    "traces": ("zstandard",),
+    "nats": ("nats",),
+    "etcd": ("aetcd",),
+    "k8s": ("kopf",),
+}
+
 
 @contextmanager
 def uncollected() -> Iterator[None]:
@@ -21,19 +33,6 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-#: Pigou is on no package registry: an extra is installed from its source.
-_WHERE = "in a checkout of Pigou"
-#: Extra of the package -> modules that it brings.
-EXTRAS = {
-    "worker": ("torch", "safetensors", "llguidance", "obstore"),
-    "report": ("matplotlib", "plotly"),
-    "traces": ("zstandard",),
-    "nats": ("nats",),
-    "etcd": ("aetcd",),
-    "k8s": ("kopf",),
-}
 
 
 def require(extra: str, what: str) -> None:

@@ -27,6 +27,17 @@ AccessLogOption = Annotated[
         "Logs",
     ),
 ]
+#: Level of records by their name in a line of JSON.
+_LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
+#: What the access log says of the request that the current task serves.
+_fields: ContextVar[dict[str, Any] | None] = ContextVar("access", default=None)
+_access = logging.getLogger("pigou.access")
+#: Ids of the request that the current task serves; in every line of JSON about it.
+_ids: ContextVar[dict[str, str] | None] = ContextVar("ids", default=None)
+#: Ids of traces by that of their request, for lines of threads; only while they are served.
+_trace_ids: dict[str, str] = {}
+#: Whether lines are JSON: lines of text have no ids.
+_ids_wanted = False
 
 
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -48,19 +59,6 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def level(self) -> LogLevel:
         """Least level of the lines."""
         return "info" if self.verbose and self.log_level == "warning" else self.log_level
-
-
-#: Level of records by their name in a line of JSON.
-_LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
-#: What the access log says of the request that the current task serves.
-_fields: ContextVar[dict[str, Any] | None] = ContextVar("access", default=None)
-_access = logging.getLogger("pigou.access")
-#: Ids of the request that the current task serves; in every line of JSON about it.
-_ids: ContextVar[dict[str, str] | None] = ContextVar("ids", default=None)
-#: Ids of traces by that of their request, for lines of threads; only while they are served.
-_trace_ids: dict[str, str] = {}
-#: Whether lines are JSON: lines of text have no ids.
-_ids_wanted = False
 
 
 class JsonFormatter(logging.Formatter):

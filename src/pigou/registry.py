@@ -25,6 +25,7 @@ LAB_NAMES = {
     "pigou.token_eviction": "fifo h2o lru oracle random snapkv streaming",
 }
 _LAB_REMEDY = "pip install ./lab in a checkout of Pigou"
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 def named(group: str, name: Any, what: str) -> Any:
@@ -49,9 +50,6 @@ def named(group: str, name: Any, what: str) -> Any:
         )
     names = ", ".join(sorted(entries.names))
     raise ConfigError(f"{what} is {name!r}; it must be one of: {names}")
-
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 
 def read_struct(where: str, kind: type[T], values: Mapping[str, Any]) -> T:

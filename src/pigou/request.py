@@ -26,6 +26,9 @@ BlockKeys: TypeAlias = NDArray[np.uint64]
 Ints: TypeAlias = NDArray[np.int32]
 #: Nanoseconds.
 Nanos: TypeAlias = NDArray[np.int64]
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
+#: Writable, as all other keys are: kernels are compiled anew for arrays that are not.
+_NO_KEYS: BlockKeys = np.empty(0, dtype=np.uint64)
 
 
 def no_hashes() -> BlockHashes:
@@ -60,11 +63,8 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-_NOTHING: Mapping[Any, Any] = MappingProxyType({})
 _NO_HASHES = no_hashes()
 _NO_HASHES.flags.writeable = False
-#: Writable, as all other keys are: kernels are compiled anew for arrays that are not.
-_NO_KEYS: BlockKeys = np.empty(0, dtype=np.uint64)
 
 
 class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):  # made often

@@ -63,6 +63,8 @@ REPLACED = dict.fromkeys(
     "bucket_region": "give --tier bucket=SIZE@s3://BUCKET/PREFIX?region=NAME",
     "tier_policy": "give --tier NAME=SIZE,policy=NAME",
 }
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+_HEAD = re.compile(r"([\w.]+)(?=:? (?:is|of) | ')")
 
 
 def configured(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -205,10 +207,6 @@ def _value(key: Any, value: Any, file: str) -> Any:
     raise typer.BadParameter(
         f"{file!r} has {key}: {value!r}; give a text, a number, true, false, or a list of texts"
     )
-
-
-Struct = TypeVar("Struct", bound=msgspec.Struct)
-_HEAD = re.compile(r"([\w.]+)(?=:? (?:is|of) | ')")
 
 
 class Override:

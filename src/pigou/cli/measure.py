@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 #: Seconds that a measurement is given to end, and to write what it has.
 _STOP_S = 60.0
+_INTERRUPTED = 130
+_EXAMPLE = 200
+_SETUP = Override("model gpu tp timing blocks max_batched_tokens max_seqs max_model_len engine")
 
 
 def fleet_token(url: str) -> str:
@@ -64,10 +67,6 @@ def stop_on_signals() -> Iterator[asyncio.Event]:
         return
     with StopSignals(stop.set, _STOP_S):
         yield stop
-
-
-_INTERRUPTED = 130
-_EXAMPLE = 200
 
 
 @config_command("bench")
@@ -244,9 +243,6 @@ def _scatter(measured: WorkerProfile) -> Table:
 
 def _decode(n: int) -> str:
     return f"{n} decode{'s' * (n > 1)}"
-
-
-_SETUP = Override("model gpu tp timing blocks max_batched_tokens max_seqs max_model_len engine")
 
 
 @config_command("sweep")

@@ -48,6 +48,9 @@ _ELSEWHERE = {
 
 #: Options of a worker that the fleet gives each of them.
 _OWN = {"--host", "--port", "--role", "--exit-with-parent"}
+_EVICTION_FLAGS = {
+    f"eviction.{name}": f"--eviction-{name}" for name in EvictionConfig.__struct_fields__
+}
 
 
 def split_model(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -114,11 +117,6 @@ def _unknown(name: str) -> str:
     near = difflib.get_close_matches(name, known, 3)
     hint = f"did you mean {' or '.join(near)}?" if near else "see pigou serve --help"
     return f"{name} is no option; {hint}"
-
-
-_EVICTION_FLAGS = {
-    f"eviction.{name}": f"--eviction-{name}" for name in EvictionConfig.__struct_fields__
-}
 
 
 @config_command("worker", **_EVICTION_FLAGS)

@@ -63,6 +63,9 @@ from pigou.control.worker_assignment import (
 )
 from pigou.request import NEVER, SECOND, Request, Worker
 
+#: Nanoseconds between two assessments of the Price of Anarchy.
+ASSESSED_EVERY = 5 * SECOND
+
 
 @dataclass(frozen=True, slots=True)
 class Status:
@@ -131,10 +134,6 @@ def _memory_prices(known: Estimates, recomputed_share: NDArray[np.float64]) -> N
     """Return the seconds of prefill displaced by a token of KV, (workers,)."""
     prices: NDArray[np.float64] = recomputed_share * known.prefill_per_token
     return prices
-
-
-#: Nanoseconds between two assessments of the Price of Anarchy.
-ASSESSED_EVERY = 5 * SECOND
 
 
 class ControlPlane:

@@ -28,6 +28,18 @@ from pigou.control.state import both
 from pigou.request import Request
 
 Costs = NDArray[np.float64]
+TEMPERATURE = "temperature"
+#: Dynamo 1.x made its overlap weight an alias of the scale of prefill load.
+OTHER_NAMES = {"overlap_weight": "prefill_load_scale"}
+#: Prefill workers that are considered with each decode worker.
+PREFILL_CHOICES = 4
+#: Racks of which the idlest one is considered too, where racks are known.
+RACK_CHOICES = 8
+#: Sets of pairs that are remembered; more are forgotten all at once.
+_SETS = 256
+Flags = NDArray[np.bool_]
+Rows = NDArray[np.integer]
+_NOBODY: Rows = np.zeros(0, dtype=np.int64)
 
 
 class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most are never read
@@ -130,11 +142,6 @@ class DecisionLedger:
         return iter(list(reversed(self._decisions.values())))
 
 
-TEMPERATURE = "temperature"
-#: Dynamo 1.x made its overlap weight an alias of the scale of prefill load.
-OTHER_NAMES = {"overlap_weight": "prefill_load_scale"}
-
-
 class Router:
     """Chooses workers by a policy, at a temperature."""
 
@@ -223,17 +230,6 @@ def _choice(candidates: Candidates, pick: Pick, fleet: FleetView, held: Counts) 
     return Choice(fleet.ids[decode], remote, pick.cost, held.item(computes), read)
 
 
-#: Prefill workers that are considered with each decode worker.
-PREFILL_CHOICES = 4
-#: Racks of which the idlest one is considered too, where racks are known.
-RACK_CHOICES = 8
-#: Sets of pairs that are remembered; more are forgotten all at once.
-_SETS = 256
-
-Flags = NDArray[np.bool_]
-Rows = NDArray[np.integer]
-
-
 class CandidateCache:
     """Caches candidates by request constraints, roles and room, which rarely change."""
 
@@ -266,9 +262,6 @@ class CandidateCache:
                 self._sets.clear()
             pairs = self._sets[name] = _pairs(fleet, np.flatnonzero(streams), prefill)
         return pairs
-
-
-_NOBODY: Rows = np.zeros(0, dtype=np.int64)
 
 
 def candidates(request: Request, fleet: FleetView, open_: Flags, room: Flags) -> Candidates:

@@ -31,6 +31,13 @@ Flags = NDArray[np.bool_]
 #: Stands for the row of a worker that is gone.
 GONE = -1
 _MIN_SLOTS = 256
+Shares = NDArray[np.float64]
+_KINDS: dict[str, type] = {"Flags": np.bool_, "Counts": np.int64, "Shares": np.float64}
+#: Columns that say how much a worker has to do, as the status API shows them.
+LOADS = (
+    "prefill_requests", "prefill_tokens", "decode_requests", "decode_tokens", "running",
+    "waiting", "kv_usage",
+)  # fmt: skip
 
 
 class RoutedRequest(msgspec.Struct, eq=False):
@@ -212,9 +219,6 @@ class PrefillBacklog:
             self.since[row] = now
 
 
-Shares = NDArray[np.float64]
-
-
 @lru_cache(maxsize=64)
 def all_workers(workers: int) -> Flags:
     """Return flags that are all set, (workers,); shared and read-only."""
@@ -264,13 +268,7 @@ class Columns:
     version: Counts
 
 
-_KINDS: dict[str, type] = {"Flags": np.bool_, "Counts": np.int64, "Shares": np.float64}
 _NAMES = tuple(field.name for field in fields(Columns))
-#: Columns that say how much a worker has to do, as the status API shows them.
-LOADS = (
-    "prefill_requests", "prefill_tokens", "decode_requests", "decode_tokens", "running",
-    "waiting", "kv_usage",
-)  # fmt: skip
 
 
 class FleetState:

@@ -32,6 +32,8 @@ REPORT_HOLDS = 15 * SECOND
 #: A request waits for no share in the last nanoseconds of the queue timeout, this many, or in its
 #: last quarter where that is shorter.
 MARGIN = 3 * SECOND
+#: Predicted prompts that are remembered for other gateways.
+_PREDICTED = 256
 
 
 def _without_tokens(state: FleetState, worker: str) -> list[RoutedRequest]:
@@ -177,10 +179,6 @@ class ReturningWorkers:
         for worker, (_, when) in list(self._away.items()):
             if now - when > RETURN_WITHIN:
                 del self._away[worker]
-
-
-#: Predicted prompts that are remembered for other gateways.
-_PREDICTED = 256
 
 
 class Assignment(NamedTuple):

@@ -25,6 +25,9 @@ from pigou.diagnosis.mode import (
 from pigou.diagnosis.modes import MODES
 from pigou.windows.observations import FleetObservation, TenantObservation, WorkerObservation
 
+#: Long prompts, in medians of the windows' longest prompts.
+_LONG = 4.0
+
 
 def _per_worker(
     series: Series, number: int, shows: Callable[[WorkerObservation, FleetObservation], bool],
@@ -366,10 +369,6 @@ def _unrefused(series: Series) -> list[Series]:
 
 def _growth(run: Series) -> Series:
     return run[: max(range(len(run)), key=lambda at: run[at].waiting) + 1]
-
-
-#: Long prompts, in medians of the windows' longest prompts.
-_LONG = 4.0
 
 
 def queue_build_up(series: Series) -> ModeFinding | None:

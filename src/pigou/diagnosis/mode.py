@@ -10,6 +10,10 @@ import numpy as np
 
 from pigou.windows.observations import FleetObservation
 
+Series: TypeAlias = Sequence[FleetObservation]
+#: Multiples of the minimum duration for medium and high confidence.
+_TWICE, _FOUR_TIMES = 2.0, 4.0
+
 
 class FailureMode(msgspec.Struct, frozen=True, kw_only=True):
     """One way in which a fleet serves badly; texts may name limits (`{kv_usage:.0%}`)."""
@@ -68,11 +72,6 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     findings: tuple[ModeFinding, ...]  # causes before consequences
     not_judged: dict[str, str]  # modes without a signal, and what is missing
-
-
-Series: TypeAlias = Sequence[FleetObservation]
-#: Multiples of the minimum duration for medium and high confidence.
-_TWICE, _FOUR_TIMES = 2.0, 4.0
 
 
 class SignalMissing(Exception):

@@ -18,6 +18,11 @@ _RUN, _COMPARED, _GROUPS = 16, 200, 10
 _MIN_PROMPTS, _BRANCHES = 3, 0.5
 #: Report thresholds: recurring tokens of a prompt, and their share.
 _MIN_TOKENS, _MIN_SHARE = 32, 0.2
+#: Tokens per block, prompts per tenant, and tenants.
+_BLOCK, _PROMPTS, _TENANTS = 16, 4, 16
+MAX_PIECES = 2048
+#: Words of up to eight characters, and what is between them.
+_PIECE = re.compile(r"\s?\w{1,8}|\s?[^\w\s]|\s")
 
 
 class PrefixGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,11 +158,6 @@ def _recurring(tail: Sequence[Hashable], uses: dict[int, int]) -> int:
     return count
 
 
-#: Tokens per block, prompts per tenant, and tenants.
-_BLOCK, _PROMPTS, _TENANTS = 16, 4, 16
-MAX_PIECES = 2048
-
-
 class PrefixAdvisor:
     """Compares each prompt with the same tenant's last four; bounded memory."""
 
@@ -195,10 +195,6 @@ def _common(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
         if one != other:
             return count
     return min(len(first), len(second))
-
-
-#: Words of up to eight characters, and what is between them.
-_PIECE = re.compile(r"\s?\w{1,8}|\s?[^\w\s]|\s")
 
 
 def prompt_pieces(body: dict[str, Any], max_pieces: int = 2**22) -> Sequence[Hashable] | None:

@@ -12,6 +12,11 @@ from pigou.engine.sequence import Sequence
 from pigou.engine.state import EngineState
 from pigou.request import SECOND
 
+#: Minimum of tokens for a step to measure the speed of prefill.
+_MIN_TOKENS = 32
+#: Weight of the newest step in the mean speed.
+_NEW = 0.1
+
 
 def recompute_seconds(tokens: int, rates: Rates, hit_tokens: int = 0) -> float:
     """Return the seconds to recompute `tokens`, minus `hit_tokens` expected in the cache."""
@@ -30,12 +35,6 @@ def cheaper(
     again = recompute_seconds(tokens, rates, hit_tokens)
     moved = swap_seconds(blocks, rates, hit_blocks)
     return "swap" if moved < again else "recompute"
-
-
-#: Minimum of tokens for a step to measure the speed of prefill.
-_MIN_TOKENS = 32
-#: Weight of the newest step in the mean speed.
-_NEW = 0.1
 
 
 class RateMeter:

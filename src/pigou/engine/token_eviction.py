@@ -31,6 +31,7 @@ from pigou.kv.memory_price import (
 from pigou.request import Ints
 
 _NO_ROWS: Ints = np.empty((0, 3), dtype=np.int32)
+_NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
 
 
 def _scores_of(state: EngineState) -> EvictionScores:
@@ -145,9 +146,6 @@ def check_scores(plan: Plan, result: Result) -> None:
             if not np.isfinite(curve).all() or (sign * np.diff(curve) < 0).any():
                 order = "ascending" if sign > 0 else "descending"
                 raise ValueError(f"{name} of row {row} must be finite and {order}")
-
-
-_NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
 
 
 class RowCurve(NamedTuple):

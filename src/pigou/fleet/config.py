@@ -22,6 +22,11 @@ _MAX_PRICE_S = 86_400.0
 #: Reserved suffixes of pool names.
 _KINDS = ("attached", "registered")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,255}", re.ASCII)
+#: Heading of options.
+_GROUP = "Model and workers"
+#: Default workers of a local fleet: prefill, decode.
+_LOCAL = (1, 2)
+_ATTACH_OPTIONS = ("role", "events", "replay", "topic", "key", "pin", *Location._fields)
 
 
 class ModelPoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -114,10 +119,6 @@ def ray_config(address: str, pack: str, device: str, threads: int) -> RayConfig:
     return RayConfig(address=address, pack=packed, cpus=max(1, threads), gpus=int(device == "cuda"))
 
 
-#: Heading of options.
-_GROUP = "Model and workers"
-
-
 class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How closely workers are watched; all in seconds."""
 
@@ -149,10 +150,6 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if self.failures < 1:
             raise ConfigError(f"failures is {self.failures}; it must be at least 1")
-
-
-#: Default workers of a local fleet: prefill, decode.
-_LOCAL = (1, 2)
 
 
 class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -390,9 +387,6 @@ class LocalWorker(msgspec.Struct, frozen=True, kw_only=True):
     arguments: tuple[str, ...] = ()  # of `pigou worker`, besides role, address and port
     device: str = "cpu"  # compute device, also among the arguments
     model: str = ""  # model it serves; empty in a fleet of one model
-
-
-_ATTACH_OPTIONS = ("role", "events", "replay", "topic", "key", "pin", *Location._fields)
 
 
 class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):

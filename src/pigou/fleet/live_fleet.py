@@ -21,6 +21,8 @@ from pigou.gateway.fleet_status import ChangeRefused, UnknownWorker, WorkerRow
 from pigou.request import Role
 from pigou.windows.planner_window import WorkerState
 
+_log = logging.getLogger("pigou.fleet")
+
 
 class LiveFleet:
     """A live fleet as planners change it (a `ManagedFleet`); calls return at once."""
@@ -132,9 +134,6 @@ class LiveFleet:
 
 def _role(pool: str) -> Role:
     return Role(pool.partition(".")[0])
-
-
-_log = logging.getLogger("pigou.fleet")
 
 
 class OperatorChanges:

@@ -18,6 +18,11 @@ from pigou.request import SECOND
 if TYPE_CHECKING:
     from nats.aio.client import Client
 
+#: Seconds for a connection, and between two pings, of which two may stay without answer.
+_CONNECT_S, _PING_S, _PINGS = 2, 2, 2
+#: Seconds for the end of a connection that was not made.
+_CLOSE_S = 0.2
+
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Paths of PEM files; empty for none."""
@@ -111,12 +116,6 @@ def public_address(url: str) -> str:
     address, mark, query = url.partition("?")
     scheme, separator, rest = address.rpartition("://")
     return f"{scheme}{separator}{rest.rpartition('@')[2]}{mark}{query}"
-
-
-#: Seconds for a connection, and between two pings, of which two may stay without answer.
-_CONNECT_S, _PING_S, _PINGS = 2, 2, 2
-#: Seconds for the end of a connection that was not made.
-_CLOSE_S = 0.2
 
 
 async def connect_nats(

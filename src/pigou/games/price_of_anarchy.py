@@ -15,6 +15,11 @@ from pigou.games.request_window import LOCAL, RequestWindow
 
 #: Prefill/decode splits up to which all are enumerated; beyond, a local search.
 MAX_SPLITS = 1024
+#: Load grid: at least this many steps a request, and about this many points.
+STEPS = 16
+POINTS = 512
+#: Completions in the paper's index, and requests in a worker's column.
+_LEGACY_WINDOW, _LEGACY_CAPACITY = 200, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +227,6 @@ def _bootstrap(count: int, draws: int, seed: int) -> Floats:
     return drawn.reshape(draws, count)
 
 
-#: Load grid: at least this many steps a request, and about this many points.
-STEPS = 16
-POINTS = 512
-
-
 class Levelling:
     """Least mean cost over a pool when each request meets `totals` (requests,), itself counted.
 
@@ -263,10 +263,6 @@ class Levelling:
         """Return costs of 0, 1, 2 ... steps of load, each placed where it adds least."""
         added = np.sort(np.concatenate(marginals))[: size - 1]
         return np.concatenate([[0.0], np.cumsum(added)])
-
-
-#: Completions in the paper's index, and requests in a worker's column.
-_LEGACY_WINDOW, _LEGACY_CAPACITY = 200, 64
 
 
 def legacy_costs(count: int) -> Floats:

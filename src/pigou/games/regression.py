@@ -13,6 +13,37 @@ from pigou.games import Floats
 
 N_SAT_RATIOS = np.array([0.7, 0.8, 0.9, 1.0, 1.03, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0, 6.0])
 BETAS = np.array([0.5, 1.0, 2.0, 3.0])
+RIDGE = 1e-11
+#: Pivots below this count as singular in spite of the ridge.
+_SINGULAR = 1e-13
+#: Least share of a column that another may leave unexplained.
+_LEFT = 1e-9
+#: Tukey's bisquare: residuals beyond this many standard deviations have no weight.
+TUKEY = 4.685
+#: Relative step of the online fit's running median per observation.
+MEDIAN_STEP = 0.02
+SMALLEST_SCALE = 1e-6
+#: Entry of the straight line, which has no pole.
+LINE = 0
+#: Columns of a design: the load, 1 and the pole's; their parameters are a, b and d.
+LOAD, ONE, POLE = range(3)
+#: Sums of an online fit: weighted square of seconds; running median of absolute relative residuals;
+#: weights; observations; whether there is a law that residuals are taken from, and its a, b, d,
+#: n_sat, beta; weighted product of what was held with seconds, weighted square of it, and the
+#: seconds of each that is held.
+ENERGY, SPREAD, WEIGHT, SEEN, FOLLOWS, A, B, D, N_SAT, BETA, PRODUCT, SQUARE, HELD_S = range(13)
+SUMS = 13
+#: Rows of scratch that `minimise_all` uses; an online fit has each pole's parameters after them.
+SOLVER_ROWS = 5
+#: A law: a, b, d, n_sat and beta.
+LawParameters: TypeAlias = tuple[float, float, float, float, float]
+#: Poles: n_sat and beta, (poles,) each, the first of a straight line; and the floor of a `Bank`.
+PoleArrays: TypeAlias = tuple[Floats, Floats, float]
+#: An online fit: gram (poles, 3, 3), moment (poles, 3), cross (poles, 3; moment of what is held,
+#: empty where nothing is), sums (SUMS,), scratch (SOLVER_ROWS + 6 poles, 3).
+FitArrays: TypeAlias = tuple[Floats, Floats, Floats, Floats, Floats]
+#: Least relative gain by which a later set of parameters wins.
+_GAIN = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,39 +103,6 @@ def solve(gram: Floats, moment: Floats, energy: Floats | float) -> tuple[Floats,
     best, errors = np.empty((len(moment), 3)), np.empty(len(moment))
     minimise_all(np.ascontiguousarray(gram), moment, np.empty((SOLVER_ROWS, 3)), best, errors)
     return best, np.maximum(energy + errors, 0.0)
-
-
-RIDGE = 1e-11
-#: Pivots below this count as singular in spite of the ridge.
-_SINGULAR = 1e-13
-#: Least share of a column that another may leave unexplained.
-_LEFT = 1e-9
-#: Tukey's bisquare: residuals beyond this many standard deviations have no weight.
-TUKEY = 4.685
-#: Relative step of the online fit's running median per observation.
-MEDIAN_STEP = 0.02
-SMALLEST_SCALE = 1e-6
-#: Entry of the straight line, which has no pole.
-LINE = 0
-#: Columns of a design: the load, 1 and the pole's; their parameters are a, b and d.
-LOAD, ONE, POLE = range(3)
-#: Sums of an online fit: weighted square of seconds; running median of absolute relative residuals;
-#: weights; observations; whether there is a law that residuals are taken from, and its a, b, d,
-#: n_sat, beta; weighted product of what was held with seconds, weighted square of it, and the
-#: seconds of each that is held.
-ENERGY, SPREAD, WEIGHT, SEEN, FOLLOWS, A, B, D, N_SAT, BETA, PRODUCT, SQUARE, HELD_S = range(13)
-SUMS = 13
-#: Rows of scratch that `minimise_all` uses; an online fit has each pole's parameters after them.
-SOLVER_ROWS = 5
-#: A law: a, b, d, n_sat and beta.
-LawParameters: TypeAlias = tuple[float, float, float, float, float]
-#: Poles: n_sat and beta, (poles,) each, the first of a straight line; and the floor of a `Bank`.
-PoleArrays: TypeAlias = tuple[Floats, Floats, float]
-#: An online fit: gram (poles, 3, 3), moment (poles, 3), cross (poles, 3; moment of what is held,
-#: empty where nothing is), sums (SUMS,), scratch (SOLVER_ROWS + 6 poles, 3).
-FitArrays: TypeAlias = tuple[Floats, Floats, Floats, Floats, Floats]
-#: Least relative gain by which a later set of parameters wins.
-_GAIN = 1e-12
 
 
 @bare_kernel

@@ -28,6 +28,9 @@ LOOK_S, _LONG_S, _WARN_EVERY_S = 0.1, 1.0, 60.0
 #: Seconds between two collections of the oldest generation, and times what one takes.
 COLLECT_EVERY_S, _COLLECT_RATIO = 30.0, 100.0
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_BACKLOG = 4096
+#: Seconds in which those that are cut off must take what they are told.
+_TELL_S = 0.5
 
 
 class LoopWatch:
@@ -67,11 +70,6 @@ class LoopWatch:
                 "something here takes long (pigou_event_loop_lag_seconds)",
                 lag_s,
             )
-
-
-_BACKLOG = 4096
-#: Seconds in which those that are cut off must take what they are told.
-_TELL_S = 0.5
 
 
 def all_pages(gateway: Gateway) -> Iterator[APIPages]:

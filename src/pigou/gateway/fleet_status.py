@@ -18,6 +18,16 @@ from pigou.gateway.prompt_reader import TokenizationMode
 from pigou.metric_rows import counter_family, gauge_family
 from pigou.request import SECOND, Role
 
+#: Where prompts are tokenized, as `/workers` names it.
+_MODE_NAMES = {
+    TokenizationMode.NONE: "none",
+    TokenizationMode.GATEWAY: "here",
+    TokenizationMode.WORKER: "worker",
+}
+#: What `/workers` shows of each of several models.
+_OF_MODEL = ("game", "tokenized", "queued", "held_sequences", "shed", "slo")
+_SUMS = ("queued", "held_sequences", "shed")
+
 
 class ChangeRefused(Exception):
     """The fleet cannot make a change now; the message says why."""
@@ -112,13 +122,6 @@ class WorkerRow(msgspec.Struct, kw_only=True):
         return not (self.unplaceable or self.state in ("up", "draining", "stopped"))
 
 
-#: Where prompts are tokenized, as `/workers` names it.
-_MODE_NAMES = {
-    TokenizationMode.NONE: "none",
-    TokenizationMode.GATEWAY: "here",
-    TokenizationMode.WORKER: "worker",
-}
-
 Rows = Callable[[], list[WorkerRow]]
 
 
@@ -212,11 +215,6 @@ class FleetStatus:
             then, before = now, tokens
         self._last[worker] = (then, before, round(speed, 1))
         return round(speed, 1)
-
-
-#: What `/workers` shows of each of several models.
-_OF_MODEL = ("game", "tokenized", "queued", "held_sequences", "shed", "slo")
-_SUMS = ("queued", "held_sequences", "shed")
 
 
 class ModelsStatus:

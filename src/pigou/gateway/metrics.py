@@ -46,6 +46,26 @@ _WORKER_UNITS = {"kv_usage": "kv_usage_ratio"}
 NO_KEYS: Mapping[int, BlockKeys] = MappingProxyType({})
 #: Rows of the fleet's table: (worker, role, name -> value).
 Rows: TypeAlias = Iterable[tuple[str, str, dict[str, float]]]
+#: A gap is a stall above so many times the median, and above so many seconds: what is below is no
+#: pause to a reader, and may be the gateway's own event loop.
+STALL_RATIO, MIN_STALL_S = 10.0, 0.05
+#: Gaps before the median is trusted, and by how much each moves it.
+_WARM_UP, _STEP = 64, 1.02
+#: Who made a stream pause: the client, which read nothing, or the engine, which produced nothing.
+StallCause: TypeAlias = Literal["client", "engine"]
+#: Prompts whose end is remembered.
+_MAX_SESSIONS = 65_536
+#: Buckets, names and labels of OpenTelemetry's semantic conventions for generative AI (status:
+#: development). A dot is an underscore in Prometheus, and the unit ends the name.
+_GENAI_DURATION = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96,
+                   81.92)  # fmt: skip
+_GENAI_PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+_GENAI_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5,
+                      7.5, 10)  # fmt: skip
+#: `gen_ai.provider.name` of this server.
+PROVIDER = "pigou"
+_GENAI_LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model",
+                 "gen_ai_response_model")  # fmt: skip
 
 
 class Metrics(MetricSet):
@@ -223,15 +243,6 @@ def worker_families(rows: Rows) -> Iterator[Metric]:
     yield from families.values()
 
 
-#: A gap is a stall above so many times the median, and above so many seconds: what is below is no
-#: pause to a reader, and may be the gateway's own event loop.
-STALL_RATIO, MIN_STALL_S = 10.0, 0.05
-#: Gaps before the median is trusted, and by how much each moves it.
-_WARM_UP, _STEP = 64, 1.02
-#: Who made a stream pause: the client, which read nothing, or the engine, which produced nothing.
-StallCause: TypeAlias = Literal["client", "engine"]
-
-
 class StageMetrics:
     """Histograms of request stages, and stall counters; for the event loop only."""
 
@@ -300,10 +311,6 @@ class StageMetrics:
         return counts
 
 
-#: Prompts whose end is remembered.
-_MAX_SESSIONS = 65_536
-
-
 class SessionRetention:
     """Counts blocks repeated from a session's earlier prompts, and those still cached."""
 
@@ -332,19 +339,6 @@ class SessionRetention:
         self._last_blocks[chain[-1]] = None
         if len(self._last_blocks) > _MAX_SESSIONS:
             self._last_blocks.popitem(last=False)
-
-
-#: Buckets, names and labels of OpenTelemetry's semantic conventions for generative AI (status:
-#: development). A dot is an underscore in Prometheus, and the unit ends the name.
-_GENAI_DURATION = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96,
-                   81.92)  # fmt: skip
-_GENAI_PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
-_GENAI_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5,
-                      7.5, 10)  # fmt: skip
-#: `gen_ai.provider.name` of this server.
-PROVIDER = "pigou"
-_GENAI_LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model",
-                 "gen_ai_response_model")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

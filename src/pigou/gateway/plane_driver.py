@@ -39,6 +39,8 @@ from pigou.request import SECOND, FinishReason, Request, Role, Worker
 from pigou.windows.prompts import RepeatedPrompts, prompt_key
 from pigou.wire.errors import bad_request
 
+_TICK_S = 0.1
+
 
 class PrefillLeg(NamedTuple):
     """A prefill leg to send to a worker."""
@@ -89,9 +91,6 @@ class GatewayPrefillQueue(Protocol):
     ) -> PulledPrefill | LocalPrefill:
         """Enqueue a prompt, and return the reply; `on_claim` gets the worker."""
         ...
-
-
-_TICK_S = 0.1
 
 
 class Interruptible(Protocol):

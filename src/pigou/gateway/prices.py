@@ -17,6 +17,31 @@ from pigou.games.price_of_anarchy import Estimate
 from pigou.metric_rows import counter_family, gauge_family
 
 PARTS = ("whole", "routing", "prefill_decode", "queueing")
+#: Gauges of a worker: name, field of `Price`, help.
+_GAUGES = (
+    ("toll_seconds", "toll", "Seconds that one more stream on a worker would cost those there."),
+    ("social_ratio", "social_ratio", "Cost of one more stream to everybody over its own."),
+    (
+        "expected_itl_seconds", "itl",
+        "Seconds between tokens that a worker's law expects for one more stream.",
+    ),
+    (
+        "prefill_token_seconds", "prefill_token",
+        "Seconds that an uncached prompt token takes on a worker.",
+    ),
+    (
+        "memory_token_seconds", "memory",
+        "Seconds of prefill that a token of KV on a worker pushes out of its cache.",
+    ),
+    ("prefill_busy_ratio", "busy", "Share of its time that a worker computes prompts."),
+    (
+        "worker_poa", "poa",
+        "Observed over best seconds of the requests that a worker had a part in.",
+    ),
+    ("worker_poa_low", "poa_low", "Lower end of its 90% interval."),
+    ("worker_poa_high", "poa_high", "Upper end of its 90% interval."),
+    ("worker_rho", "rho", "Active KV blocks of a worker over its device blocks."),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,33 +147,6 @@ def _caching(caching: CacheStatus) -> dict[str, Any]:
         "objects": 0 if game is None else game.objects,
         "exact": game is not None and game.exact,
     }
-
-
-#: Gauges of a worker: name, field of `Price`, help.
-_GAUGES = (
-    ("toll_seconds", "toll", "Seconds that one more stream on a worker would cost those there."),
-    ("social_ratio", "social_ratio", "Cost of one more stream to everybody over its own."),
-    (
-        "expected_itl_seconds", "itl",
-        "Seconds between tokens that a worker's law expects for one more stream.",
-    ),
-    (
-        "prefill_token_seconds", "prefill_token",
-        "Seconds that an uncached prompt token takes on a worker.",
-    ),
-    (
-        "memory_token_seconds", "memory",
-        "Seconds of prefill that a token of KV on a worker pushes out of its cache.",
-    ),
-    ("prefill_busy_ratio", "busy", "Share of its time that a worker computes prompts."),
-    (
-        "worker_poa", "poa",
-        "Observed over best seconds of the requests that a worker had a part in.",
-    ),
-    ("worker_poa_low", "poa_low", "Lower end of its 90% interval."),
-    ("worker_poa_high", "poa_high", "Upper end of its 90% interval."),
-    ("worker_rho", "rho", "Active KV blocks of a worker over its device blocks."),
-)  # fmt: skip
 
 
 def price_families(status: Status, prices: Sequence[Price]) -> Iterator[Metric]:

@@ -28,6 +28,20 @@ from pigou.wire.errors import APIError
 from pigou.wire.request_validation import check_messages
 
 _messages = msgspec.json.Decoder(list[dict[str, Any]])
+_log = logging.getLogger("pigou.gateway")
+#: Characters of text (or ids) above which a prompt is worked on off the event loop: about half a
+#: millisecond of work.
+LONG = 2048
+_ASK_S = 5.0
+_TEXT = "Two roads, 4/3:\n\tnaïve — 日本語 {x} <s>[1]</s> and  so on."
+_CHAT = [{"role": "user", "content": _TEXT}, {"role": "assistant", "content": "Yes: 1.5"},
+         {"role": "user", "content": "And then?"}]  # fmt: skip
+#: Fields that a worker's `/tokenize` reads as well, and those that only other makes' read.
+_SHARED = ("add_special_tokens",)
+_CHAT_SHARED = ("messages", "add_generation_prompt", "continue_final_message",
+                "chat_template_kwargs", "tools", *_SHARED)  # fmt: skip
+_CHAT_STOCK = ("chat_template",)
+_T = TypeVar("_T")
 
 
 class NotTokenizable(ValueError):
@@ -139,23 +153,6 @@ def _parsed(message: dict[str, Any]) -> dict[str, Any]:
         return {**message, "tool_calls": [parse_call(run) for run in calls]}
     except ValueError as error:
         raise NotTokenizable(f"tool_calls: {error}") from error
-
-
-_log = logging.getLogger("pigou.gateway")
-
-#: Characters of text (or ids) above which a prompt is worked on off the event loop: about half a
-#: millisecond of work.
-LONG = 2048
-_ASK_S = 5.0
-_TEXT = "Two roads, 4/3:\n\tnaïve — 日本語 {x} <s>[1]</s> and  so on."
-_CHAT = [{"role": "user", "content": _TEXT}, {"role": "assistant", "content": "Yes: 1.5"},
-         {"role": "user", "content": "And then?"}]  # fmt: skip
-#: Fields that a worker's `/tokenize` reads as well, and those that only other makes' read.
-_SHARED = ("add_special_tokens",)
-_CHAT_SHARED = ("messages", "add_generation_prompt", "continue_final_message",
-                "chat_template_kwargs", "tools", *_SHARED)  # fmt: skip
-_CHAT_STOCK = ("chat_template",)
-_T = TypeVar("_T")
 
 
 class TokenizationMode(IntEnum):

@@ -46,6 +46,11 @@ _KNOWN = set(CompletionRequest.__struct_fields__) | set(ChatRequest.__struct_fie
 _body_fields = msgspec.json.Decoder(BodyFields, strict=False)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _raw_list = msgspec.json.Decoder(list[msgspec.Raw] | None)
+#: The tenure of a request of which nothing is known or said.
+NOTHING = Tenure()
+ROUTING_HEADER = "X-Pigou-Routing"
+_OVERRIDE_NAME = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
+_MAX_OVERRIDES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +104,6 @@ def _schemas(body: Body) -> frozenset[str]:
     return frozenset(f"schema:{digest(bytes(tool))}" for tool in _raw_list.decode(raw) or ())
 
 
-#: The tenure of a request of which nothing is known or said.
-NOTHING = Tenure()
 NO_SCOPE = ServerScope()
 
 
@@ -221,11 +224,6 @@ def _portable(fields: BodyFields, body: Body) -> bool:
         or (fields.response_format is not None and fields.response_format.type != "text")
         or (fields.seed is not None and fields.temperature != 0)
     )
-
-
-ROUTING_HEADER = "X-Pigou-Routing"
-_OVERRIDE_NAME = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
-_MAX_OVERRIDES = 32
 
 
 def read_overrides(text: str | None) -> dict[str, float]:

@@ -14,6 +14,9 @@ STARTING_RETRY_AFTER_S = 2
 
 #: Takes the name of a part (a worker, or the gateway) and its stage.
 StageListener = Callable[[str, str], None]
+_LOOK_S = 0.02
+#: Seconds after which a client may try again, at the gateway that replaces this one.
+_SHUTDOWN_RETRY_AFTER_S = 1
 
 
 class Startup:
@@ -43,11 +46,6 @@ class Startup:
             f"in {STARTING_RETRY_AFTER_S} seconds.",
             retry_after=STARTING_RETRY_AFTER_S,
         )
-
-
-_LOOK_S = 0.02
-#: Seconds after which a client may try again, at the gateway that replaces this one.
-_SHUTDOWN_RETRY_AFTER_S = 1
 
 
 class Shutdown:

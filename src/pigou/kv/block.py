@@ -16,6 +16,8 @@ from pigou.request import NEVER, BlockHashes
 
 #: The parent's key of a chain's first block.
 ROOT = b""
+#: Blocks as bytes, shape (blocks, block_bytes).
+Bytes: TypeAlias = NDArray[np.uint8]
 
 
 class IntegrityError(AssertionError):
@@ -93,10 +95,6 @@ def chain_of(
 
 #: Builds a Block from a tuple of its fields, in a third of the constructor's time.
 _block = partial(tuple.__new__, Block)
-
-
-#: Blocks as bytes, shape (blocks, block_bytes).
-Bytes: TypeAlias = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)

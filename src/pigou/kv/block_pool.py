@@ -33,6 +33,8 @@ PoolArrays: TypeAlias = tuple[Ints, BlockHashes, Ints, Counts, BlockHashes]
 _MIX_1 = np.uint64(0x9E3779B97F4A7C15)
 _MIX_2 = np.uint64(0xBF58476D1CE4E5B9)
 _SHIFT = np.uint64(31)
+#: Minimum of slots per block, so that most probes end at the first slot.
+_SLOTS_PER_BLOCK = 4
 
 
 @inlined
@@ -464,10 +466,6 @@ def _rank(meta: Ints) -> Ints:
         position += 1
         at = int(meta[at, NEXT])
     return rank
-
-
-#: Minimum of slots per block, so that most probes end at the first slot.
-_SLOTS_PER_BLOCK = 4
 
 
 class BlockPool:

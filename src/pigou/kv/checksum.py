@@ -18,34 +18,11 @@ from pigou.request import Ints
 
 #: One per block, shape (blocks,).
 Checksums: TypeAlias = NDArray[np.uint64]
-
-
-def checksums_of(rows: Bytes, ids: Ints) -> Checksums:
-    """Return the checksums of the rows `ids` of C-contiguous `rows`; shape (n,)."""
-    if rows.shape[1] > SHORT:
-        return digest_rows(rows, ids)
-    digests = (xxh3_64_intdigest(rows[i]) for i in ids.tolist())
-    return np.fromiter(digests, dtype=np.uint64, count=len(ids))
-
-
-def copy(source: Bytes, ids: Ints, target: Bytes, places: Ints) -> Checksums:
-    """Copy rows `ids` of `source` to rows `places` of `target`, C-contiguous; return checksums."""
-    if source.shape[1] > SHORT:
-        return copy_rows(source, ids, target, places)
-    target[places] = source[ids]
-    return checksums_of(target, places)
-
-
-# ruff: noqa: ARG001  (numba finds an instruction's arguments by position)
-
-
 Digests = NDArray[np.uint64]
-
 #: Longest input, in bytes, for which xxh3 uses other formulas.
 SHORT = 240
 _STRIPE = 64
 _BLOCK = 16 * _STRIPE
-
 _SECRET = np.frombuffer(
     bytes.fromhex(
         "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
@@ -67,9 +44,28 @@ _MERGE = _SECRET[11:75].copy().view("<u8")
 _LENGTH = np.uint64(_P64_1)
 _SCRAMBLER = np.uint64(_P32_1)
 _AVALANCHE = np.uint64(0x165667919E3779F9)
-
 _INDEX = ir.IntType(64)
 _LANES = ir.VectorType(_INDEX, 8)
+_KEY: int = _SECRET.ctypes.data
+
+
+def checksums_of(rows: Bytes, ids: Ints) -> Checksums:
+    """Return the checksums of the rows `ids` of C-contiguous `rows`; shape (n,)."""
+    if rows.shape[1] > SHORT:
+        return digest_rows(rows, ids)
+    digests = (xxh3_64_intdigest(rows[i]) for i in ids.tolist())
+    return np.fromiter(digests, dtype=np.uint64, count=len(ids))
+
+
+def copy(source: Bytes, ids: Ints, target: Bytes, places: Ints) -> Checksums:
+    """Copy rows `ids` of `source` to rows `places` of `target`, C-contiguous; return checksums."""
+    if source.shape[1] > SHORT:
+        return copy_rows(source, ids, target, places)
+    target[places] = source[ids]
+    return checksums_of(target, places)
+
+
+# ruff: noqa: ARG001  (numba finds an instruction's arguments by position)
 
 
 def _stripes(stores: bool) -> Any:
@@ -161,9 +157,6 @@ def _rows(source: Any, ids: Any, target: Any, places: Any, size: Any, key: Any) 
         to = target + places[i] * size if target else 0
         digests[i] = _digest(sums, source + ids[i] * size, to, size, key)
     return digests
-
-
-_KEY: int = _SECRET.ctypes.data
 
 
 def digest_rows(rows: Bytes, ids: Ints) -> Digests:

@@ -20,6 +20,10 @@ Floats = NDArray[np.float64]
 
 #: Lowest price, above 0, from which a multiplicative update can rise again.
 FLOOR = 1e-12
+#: Share of the log distance to the marginal return that the price moves per eviction.
+SHARE = 0.5
+#: Log distance to the marginal return below which the price does not move.
+DEADBAND = 0.05
 
 
 def exponentiated_price(
@@ -51,14 +55,6 @@ def blocks_below(ascending: Floats, price: float) -> int:
 def blocks_above(descending: Floats, price: float) -> int:
     """Return the number of blocks in a descending curve with a return above the price."""
     return int((-descending).searchsorted(-price, side="left"))
-
-
-#: Share of the log distance to the marginal return that the price moves per eviction.
-SHARE = 0.5
-
-
-#: Log distance to the marginal return below which the price does not move.
-DEADBAND = 0.05
 
 
 class MemoryPrice:

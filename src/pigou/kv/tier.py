@@ -290,7 +290,9 @@ class Tier:
         children = sum(len(_row(entry.down)) for entry in self._held.values())
         waiting = sum(len(_row(first)) for first in self._waiting.values())
         roots = sum(entry.block.parent == ROOT for entry in self._held.values())
-        ensure(children + waiting + roots == len(self._held), "a block is not reachable from a root")
+        ensure(
+            children + waiting + roots == len(self._held), "a block is not reachable from a root"
+        )
 
     def _check_place(self, key: bytes, entry: Entry) -> None:
         name = key.hex()
@@ -302,7 +304,8 @@ class Tier:
         ensure(not orphan, f"{name} is held without its parent")
         for child in _row(entry.down):
             ensure(
-                child.up is entry, f"{child.block.key.hex()} is a child of {name} without a link to it"
+                child.up is entry,
+                f"{child.block.key.hex()} has no link to its parent {name}",
             )
 
 

@@ -28,6 +28,8 @@ from pigou.request import BlockHashes, Ints, no_hashes
 
 #: Request id in events of tiers.
 NOBODY = ""
+#: Relative change of the recompute cost before policies value blocks again.
+_CHANGED = 0.25
 
 
 @dataclass(slots=True)
@@ -111,10 +113,6 @@ def _event(pending: _PendingEvent) -> BlockStored | BlockRemoved:
     first = pending.blocks[0]
     parent = no_hashes() if first.parent == ROOT else hashes_of([first.parent])
     return BlockStored(NOBODY, first.depth, hashes, parent, pending.medium)
-
-
-#: Relative change of the recompute cost before policies value blocks again.
-_CHANGED = 0.25
 
 
 class Tiers:

@@ -22,6 +22,8 @@ from pigou.request import SECOND, FinishReason
 
 #: Least nanoseconds to wait for a remote KV fetch: workers answer between steps.
 MIN_FETCH_WAIT_NS = SECOND // 20
+#: Reports to the control plane.
+Fact: TypeAlias = PrefillDone | ReadFailed | FirstToken
 
 # --- events: what happened. `leg` is the number that the effect which began it had. ---------------
 
@@ -207,8 +209,6 @@ class EndRequest(msgspec.Struct, frozen=True):
         return FinishReason.ABORT if left else FinishReason.ERROR
 
 
-#: Reports to the control plane.
-Fact: TypeAlias = PrefillDone | ReadFailed | FirstToken
 #: What the driver begins, unless the lifecycle has moved to another leg: a reported fact may bring
 #: decisions about the same request.
 Step: TypeAlias = SubmitRequest | FetchKV | StartPrefill | StartDecode | CompleteStream

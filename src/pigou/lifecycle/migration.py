@@ -10,6 +10,8 @@ import msgspec
 from pigou.wire.sse import DONE, frame
 
 _ids = msgspec.json.Decoder(list[int]).decode
+_CHUNK = "chat.completion.chunk"
+_DETAILS, _CACHED = "prompt_tokens_details", "cached_tokens"
 
 
 class ReplyHead(msgspec.Struct, frozen=True):
@@ -86,10 +88,6 @@ class Continuation(NamedTuple):
     ) -> Continuation:
         """Return the rest after `tokens` output tokens."""
         return cls(prompt_tokens + tokens, max_tokens - tokens, max(0, min_tokens - tokens))
-
-
-_CHUNK = "chat.completion.chunk"
-_DETAILS, _CACHED = "prompt_tokens_details", "cached_tokens"
 
 
 class MigratedChunks:

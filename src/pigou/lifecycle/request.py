@@ -54,6 +54,7 @@ MAX_MOVES = 16
 RECALLED = "recalled"
 
 Effects: TypeAlias = tuple[LifecycleEffect, ...]
+_DONE = EndRequest(RequestOutcome.DONE)
 
 
 class RequestState(Enum):
@@ -72,7 +73,6 @@ class RequestState(Enum):
 _ADMISSION, _KV_FETCH = RequestState.ADMISSION, RequestState.KV_FETCH
 _PREFILL, _DECODE = RequestState.PREFILL, RequestState.DECODE
 _COMPLETION, _ENDED = RequestState.COMPLETION, RequestState.ENDED
-_DONE = EndRequest(RequestOutcome.DONE)
 _LEGS = (_KV_FETCH, _PREFILL, _DECODE)
 
 

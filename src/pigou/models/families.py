@@ -30,6 +30,32 @@ from pigou.models.layers import (
     window_of,
 )  # fmt: skip
 
+_LLAMA_SIZES: dict[str, Any] = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "max_position_embeddings": 2048,
+}  # fmt: skip
+_MISTRAL_SIZES = _LLAMA_SIZES | {
+    "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}  # fmt: skip
+_QWEN2_SIZES = _LLAMA_SIZES | {
+    "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32,
+    "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28,
+}  # fmt: skip
+_QWEN3 = Family(qk_norm="head", window="switch", defaults=_QWEN2_SIZES | {"head_dim": 128})
+_QWEN2 = Family(qkv_bias=True, output_bias=False, window="switch", defaults=_QWEN2_SIZES)
+_QWEN3_MOE = replace(_QWEN3, defaults={})
+_QWEN_NEXT = replace(_QWEN3, defaults={"head_dim": 256, "attn_output_gate": True})
+_GEMMA = Family(defaults={"tie_word_embeddings": True, "head_dim": 256})
+_GEMMA3_SIZES: dict[str, Any] = {
+    "tie_word_embeddings": True, "vocab_size": 262_208, "head_dim": 256, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "sliding_window": 4096,
+}  # fmt: skip
+_DEEPSEEK = Family(qkv_bias=False, output_bias=False)
+_MIXTRAL = Family(mlp=("block_sparse_moe", "mlp"), qkv_bias=False, output_bias=False, window="all")
+_TIED = {"tie_word_embeddings": True}
+_LAYER_NORM = Family(gated=False, norm_bias=True)
+
 
 def gpt_oss(layer: LayerBuilder) -> None:
     """Add a gpt-oss layer: a sink per query head, and biases everywhere."""
@@ -271,34 +297,9 @@ def _compressor(layer: LayerBuilder, ratio: int, heads: int, dim: int, rank: int
 
 # --- families -------------------------------------------------------------------------------------
 
-_LLAMA_SIZES: dict[str, Any] = {
-    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "max_position_embeddings": 2048,
-}  # fmt: skip
-_MISTRAL_SIZES = _LLAMA_SIZES | {
-    "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
-    "sliding_window": 4096,
-}  # fmt: skip
-_QWEN2_SIZES = _LLAMA_SIZES | {
-    "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32,
-    "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28,
-}  # fmt: skip
-_QWEN3 = Family(qk_norm="head", window="switch", defaults=_QWEN2_SIZES | {"head_dim": 128})
-_QWEN2 = Family(qkv_bias=True, output_bias=False, window="switch", defaults=_QWEN2_SIZES)
-_QWEN3_MOE = replace(_QWEN3, defaults={})
-_QWEN_NEXT = replace(_QWEN3, defaults={"head_dim": 256, "attn_output_gate": True})
-_GEMMA = Family(defaults={"tie_word_embeddings": True, "head_dim": 256})
-_GEMMA3_SIZES: dict[str, Any] = {
-    "tie_word_embeddings": True, "vocab_size": 262_208, "head_dim": 256, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "sliding_window": 4096,
-}  # fmt: skip
-_DEEPSEEK = Family(qkv_bias=False, output_bias=False)
 _DEEPSEEK_V4 = Family(
     mlp=("ffn", "mlp"), attention=("attn", "self_attn"), qkv_bias=False, layer=deepseek_v4
 )
-_MIXTRAL = Family(mlp=("block_sparse_moe", "mlp"), qkv_bias=False, output_bias=False, window="all")
-_TIED = {"tie_word_embeddings": True}
-_LAYER_NORM = Family(gated=False, norm_bias=True)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(mlp_bias="mlp_bias", defaults=_LLAMA_SIZES, served=True),

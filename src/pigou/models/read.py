@@ -53,6 +53,29 @@ _HARMLESS = {
 _MAX_LAYERS = 4096
 #: Number of multi-token prediction layers.
 _PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+#: Owner prefixes ignored in names.
+_PREFIXES = ("meta-", "nvidia-")
+#: Suffixes of a preset's name that change no shape.
+_VARIANTS = {
+    "instruct", "base", "chat", "hf", "it", "thinking", "2507", "dynamic", "block", "quantized",
+    "bf16",
+}  # fmt: skip
+_INT8 = {"weights": {"type": "int", "num_bits": 8}, "input_activations": {"num_bits": 8}}
+#: Suffixes for a weight format -> quantisation of such a checkpoint.
+_FORMATS: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8"},
+    "w8a8": {"quant_method": "compressed-tensors", "config_groups": {"group_0": _INT8}},
+    "int8": {"quant_method": "gptq", "bits": 8}, "w8a16": {"quant_method": "gptq", "bits": 8},
+    "int4": {"quant_method": "gptq", "bits": 4}, "w4a16": {"quant_method": "gptq", "bits": 4},
+    "awq": {"quant_method": "awq", "bits": 4}, "gptq": {"quant_method": "gptq", "bits": 4},
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "fp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "mxfp4": {"quant_method": "modelopt", "quant_algo": "MXFP4"},
+}  # fmt: skip
+#: Quantisation methods whose format another suffix may give.
+_METHODS = ("awq", "gptq")
+#: Timeout of the hub, in seconds.
+_HUB_S = 5.0
 
 
 def read_architecture(path: Path, dtype: str = "") -> Architecture:
@@ -267,30 +290,6 @@ def _prediction(
 
 
 # --- names ----------------------------------------------------------------------------------------
-
-#: Owner prefixes ignored in names.
-_PREFIXES = ("meta-", "nvidia-")
-#: Suffixes of a preset's name that change no shape.
-_VARIANTS = {
-    "instruct", "base", "chat", "hf", "it", "thinking", "2507", "dynamic", "block", "quantized",
-    "bf16",
-}  # fmt: skip
-_INT8 = {"weights": {"type": "int", "num_bits": 8}, "input_activations": {"num_bits": 8}}
-#: Suffixes for a weight format -> quantisation of such a checkpoint.
-_FORMATS: dict[str, dict[str, Any]] = {
-    "fp8": {"quant_method": "fp8"},
-    "w8a8": {"quant_method": "compressed-tensors", "config_groups": {"group_0": _INT8}},
-    "int8": {"quant_method": "gptq", "bits": 8}, "w8a16": {"quant_method": "gptq", "bits": 8},
-    "int4": {"quant_method": "gptq", "bits": 4}, "w4a16": {"quant_method": "gptq", "bits": 4},
-    "awq": {"quant_method": "awq", "bits": 4}, "gptq": {"quant_method": "gptq", "bits": 4},
-    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-    "fp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-    "mxfp4": {"quant_method": "modelopt", "quant_algo": "MXFP4"},
-}  # fmt: skip
-#: Quantisation methods whose format another suffix may give.
-_METHODS = ("awq", "gptq")
-#: Timeout of the hub, in seconds.
-_HUB_S = 5.0
 
 
 @cache

@@ -29,6 +29,8 @@ from pigou.placement.packing import MAX_STEPS, free_gpus, pack_gang
 from pigou.placement.topology import DistanceCosts, Node
 from pigou.request import Role
 
+_PASSES = "others were before it"
+
 
 class _GangEntry:
     """A known gang: `number` is its age, `passed` how often others went first."""
@@ -328,9 +330,6 @@ class GangScheduler:
             free = {host: gpus if host == only else 0 for host, gpus in free.items()}
         nodes = list(self._nodes.values())
         return pack_gang(gang, nodes, free, wanted, self.costs, placed, self._max_steps)
-
-
-_PASSES = "others were before it"
 
 
 def _rank(packed: GangPlacement, before: int) -> tuple[bool, float]:

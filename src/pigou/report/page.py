@@ -45,6 +45,22 @@ _JUDGED = (
     ("itl_s", "p99", "time between tokens, p99", False),
     ("throughput_rps", "", "throughput", True),
 )
+Value = str | int | float | None
+#: How a column's numbers read: plain, seconds in a fitting unit, percent, a factor, or a
+#: difference in percent.
+Form = Literal["", "seconds", "share", "ratio", "signed"]
+_FORMS: dict[Form, Callable[[float], str]] = {
+    "seconds": lambda value: duration(value, keep=True),
+    "share": lambda value: f"{value:.1%}",
+    "ratio": lambda value: f"{significant(value, 3, keep=True)} ×",
+    "signed": lambda value: f"{value:+.1%}",
+}
+#: Most rows; of longer lines, points at even distances are shown.
+ROWS = 40
+_EVEN = "Points at even distances; all of them are in report.json."
+#: Bytes of a page or a record that is read.
+_MAX_PAGE = 1 << 30
+PAGE, DATA = "index.html", "report.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,18 +202,6 @@ def _figure(value: Any, part: str) -> float | None:
     return float(value) if isinstance(value, int | float) and value > 0 else None
 
 
-Value = str | int | float | None
-#: How a column's numbers read: plain, seconds in a fitting unit, percent, a factor, or a
-#: difference in percent.
-Form = Literal["", "seconds", "share", "ratio", "signed"]
-_FORMS: dict[Form, Callable[[float], str]] = {
-    "seconds": lambda value: duration(value, keep=True),
-    "share": lambda value: f"{value:.1%}",
-    "ratio": lambda value: f"{significant(value, 3, keep=True)} ×",
-    "signed": lambda value: f"{value:+.1%}",
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One value."""
@@ -275,10 +279,6 @@ def row(name: str, values: Sequence[Value], form: Form = "") -> tuple[Cell, ...]
     return (Cell(name), *(Cell(value, form) for value in values))
 
 
-#: Most rows; of longer lines, points at even distances are shown.
-ROWS = 40
-
-
 def numbers(figure: Figure) -> ReportTable:
     """Return the numbers of a figure, folded away; long ones are thinned out, with a note."""
     if isinstance(figure, Bars):
@@ -323,9 +323,6 @@ def _of_heat(heat: Heat) -> ReportTable:
     return _table(heat, ("", "least", "mean", "most"), tuple(rows), note)
 
 
-_EVEN = "Points at even distances; all of them are in report.json."
-
-
 def _shown_points(count: int, max_points: int = ROWS) -> Sequence[int]:
     if count <= max_points:
         return range(count)
@@ -345,10 +342,6 @@ def _table(
     return ReportTable(
         f"{figure.id}-numbers", f"Numbers: {figure.title}", columns, rows, note, True
     )
-
-
-#: Bytes of a page or a record that is read.
-_MAX_PAGE = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,9 +430,6 @@ def _template() -> jinja2.Template:
 
 def _text(name: str) -> str:
     return files("pigou.report").joinpath(name).read_text(encoding="utf-8")
-
-
-PAGE, DATA = "index.html", "report.json"
 
 
 class ReportError(Exception):

@@ -31,6 +31,36 @@ LATENCIES = {
 FIGURES = ("mean", "p50", "p90", "p95", "p99")
 SECONDS = Axis("latency", "seconds", log=True)
 _SHARE = "share of served requests"
+TIME = Axis("simulated seconds")
+REGIMES = tuple((float(regime.level), regime.value) for regime in LEVELS)
+_QUEUES = {
+    "client": "at the client, or on the way", "queued": "in the fleet's queue",
+    "waiting": "waiting on workers", "running": "running",
+}  # fmt: skip
+_PARTS = {
+    "poa": "whole", "poa_queueing": "queueing", "poa_routing": "routing",
+    "poa_prefill_decode": "prefill and decode",
+}  # fmt: skip
+_WORKER: tuple[tuple[str, str, str, Unit, str], ...] = (
+    ("running", "Requests that run, by worker", "requests", "", ""),
+    ("waiting", "Requests that wait, by worker", "requests", "", ""),
+    ("kv_usage", "KV cache in use, by worker", "share of blocks", "share",
+     "Blocks that are held by requests; cached ones that nobody uses are free."),
+)  # fmt: skip
+_TOLL = (
+    "Seconds that one more stream would cost the streams that are there, by the speeds that the "
+    "control plane has learned so far; guesses before the first. An idle worker has a toll of 0."
+)
+#: Decisions that a page shows; `--json` has them all.
+_MAX_DECISIONS = 200
+_TOTALS: dict[str, tuple[str, Form]] = {
+    "name": ("Planner", ""),
+    "gpu_hours": ("GPU-hours", ""),
+    "moves": ("Moves of workers", ""),
+    "reversals": ("Reversals", ""),
+    "settle_s": ("Time to settle", "seconds"),
+    "peak_workers": ("Workers at most", ""),
+}
 
 
 def latencies(figures: Mapping[str, Any]) -> ReportTable:
@@ -166,28 +196,6 @@ def load_table(load: Sequence[LoadPoint]) -> ReportTable:
         "E2E p99",
     )  # fmt: skip
     return ReportTable("load", "Latency against load", columns, tuple(rows), folded=True)
-
-
-TIME = Axis("simulated seconds")
-REGIMES = tuple((float(regime.level), regime.value) for regime in LEVELS)
-_QUEUES = {
-    "client": "at the client, or on the way", "queued": "in the fleet's queue",
-    "waiting": "waiting on workers", "running": "running",
-}  # fmt: skip
-_PARTS = {
-    "poa": "whole", "poa_queueing": "queueing", "poa_routing": "routing",
-    "poa_prefill_decode": "prefill and decode",
-}  # fmt: skip
-_WORKER: tuple[tuple[str, str, str, Unit, str], ...] = (
-    ("running", "Requests that run, by worker", "requests", "", ""),
-    ("waiting", "Requests that wait, by worker", "requests", "", ""),
-    ("kv_usage", "KV cache in use, by worker", "share of blocks", "share",
-     "Blocks that are held by requests; cached ones that nobody uses are free."),
-)  # fmt: skip
-_TOLL = (
-    "Seconds that one more stream would cost the streams that are there, by the speeds that the "
-    "control plane has learned so far; guesses before the first. An idle worker has a toll of 0."
-)
 
 
 def rates(course: Course | None) -> tuple[Chart, Chart]:
@@ -354,18 +362,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _maximum(values: Sequence[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
-
-
-#: Decisions that a page shows; `--json` has them all.
-_MAX_DECISIONS = 200
-_TOTALS: dict[str, tuple[str, Form]] = {
-    "name": ("Planner", ""),
-    "gpu_hours": ("GPU-hours", ""),
-    "moves": ("Moves of workers", ""),
-    "reversals": ("Reversals", ""),
-    "settle_s": ("Time to settle", "seconds"),
-    "peak_workers": ("Workers at most", ""),
-}
 
 
 def objectives(figures: Mapping[str, Any]) -> ReportTable:

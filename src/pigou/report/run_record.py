@@ -19,6 +19,17 @@ from pigou.sim.timeline import FLEET, WORKER, Timeline
 
 #: Shares at which distributions are recorded: every 0.5%, and finer in the tail.
 SHARES = tuple(k / 200 for k in range(1, 198)) + tuple(0.99 + k / 1000 for k in range(11))
+Floats = NDArray[np.float64]
+TTFT_LIMITS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+TPOT_LIMITS = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2)
+#: Maximum windows of the course and groups of the load, minimum requests of such a group.
+_WINDOWS, _GROUPS, _MIN_REQUESTS = 60, 20, 10
+#: Maximum values of one figure of all workers; beyond, samples are thinned out.
+_MAX_VALUES = 65536
+_STAGES = (
+    ("all", 0.0, 1.0), ("fastest half", 0.0, 0.5), ("50 to 90%", 0.5, 0.9),
+    ("90 to 99%", 0.9, 0.99), ("slowest 1%", 0.99, 1.0),
+)  # fmt: skip
 
 
 class Distribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -111,20 +122,6 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def seed(self) -> Any:
         """Seed of the run; None where it is not known."""
         return next((group["seed"] for group in self.config.values() if "seed" in group), None)
-
-
-Floats = NDArray[np.float64]
-
-TTFT_LIMITS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-TPOT_LIMITS = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2)
-#: Maximum windows of the course and groups of the load, minimum requests of such a group.
-_WINDOWS, _GROUPS, _MIN_REQUESTS = 60, 20, 10
-#: Maximum values of one figure of all workers; beyond, samples are thinned out.
-_MAX_VALUES = 65536
-_STAGES = (
-    ("all", 0.0, 1.0), ("fastest half", 0.0, 0.5), ("50 to 90%", 0.5, 0.9),
-    ("90 to 99%", 0.9, 0.99), ("slowest 1%", 0.99, 1.0),
-)  # fmt: skip
 
 
 def record(

@@ -14,6 +14,8 @@ from pigou.runtime.simd import LANES, exponential, fast, narrow, row_max, widen
 from pigou.runtime.tensor_io import stored
 from pigou.runtime.thread_pool import ParallelKernel, RowRange, run_parallel
 
+Stored = NDArray[Any]
+
 
 class Ops(Protocol):
     """Operations of a decoder layer besides products and attention."""
@@ -67,9 +69,6 @@ class KernelOps:
         out = torch.empty(x.shape[0], dtype=torch.int64)
         ARGMAX(0.1 * x.numel(), (0, len(x)), stored(x), out.numpy())
         return out
-
-
-Stored = NDArray[Any]
 
 
 @fast

@@ -22,6 +22,11 @@ _KEPT_BYTES = 1 << 29
 GPU_SHARE = 0.9
 #: Bytes per logit: bfloat16, float32, its probability, and the float64 cumulative sum.
 _LOGIT_BYTES = 2 + 4 + 4 + 8
+#: Read by the libraries once, on load.
+_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+#: Idle threads spin for 10 to 100 microseconds, about the cost of a wake-up. Longer spinning would
+#: take the core from other processes.
+_WAITING = {"GOMP_SPINCOUNT": "3000", "KMP_BLOCKTIME": "0", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def free_memory(device: torch.device) -> int:
@@ -59,13 +64,6 @@ def keep_memory() -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, _KEPT_BYTES)
         mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
-
-
-#: Read by the libraries once, on load.
-_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
-#: Idle threads spin for 10 to 100 microseconds, about the cost of a wake-up. Longer spinning would
-#: take the core from other processes.
-_WAITING = {"GOMP_SPINCOUNT": "3000", "KMP_BLOCKTIME": "0", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def environment(threads: int) -> dict[str, str]:

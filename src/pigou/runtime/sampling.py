@@ -17,6 +17,10 @@ from pigou.sampling import SamplingParams
 
 #: Clamp for logits.
 _MAX_LOGIT = 1e30
+_MASK = 2**64 - 1
+#: Top tokens searched first for the nucleus; sorting the whole vocabulary is far slower.
+_HEAD = 512
+_OUT = float("-inf")
 
 
 class Sampler:
@@ -92,9 +96,6 @@ class Sampler:
         return dict(zip(self._reported, reports, strict=True))
 
 
-_MASK = 2**64 - 1
-
-
 def uniform(seed: int, position: int) -> float:
     """Return a number in [0, 1) of seed and position (SplitMix64, Steele, Lea, Flood 2014)."""
     state = _mix(_mix(seed & _MASK) + position)
@@ -114,11 +115,6 @@ def _mix(key: int) -> int:
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
     return state ^ (state >> 31)
-
-
-#: Top tokens searched first for the nucleus; sorting the whole vocabulary is far slower.
-_HEAD = 512
-_OUT = float("-inf")
 
 
 def cut_min_p(logits: Tensor, min_p: Tensor) -> None:

@@ -16,6 +16,7 @@ from pigou.runtime.structured_output import GrammarState
 from pigou.sampling import SamplingParams
 
 _NO_TOKENS = np.empty(0, dtype=np.int64)
+_FIRST = 64
 
 
 @dataclass(slots=True)
@@ -154,9 +155,6 @@ def make_sequence(
         last=None if hashes is None else hashes[-1:],
         prompt_logprobs=[None] * (given - resume if params.prompt_logprobs is not None else 0),
     )
-
-
-_FIRST = 64
 
 
 class TokenCounts:

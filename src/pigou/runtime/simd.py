@@ -29,6 +29,7 @@ _INDEX = ir.IntType(64)
 #: Independent accumulators: enough to hide the latency of additions, while leaving half of the
 #: registers (32 of 16 numbers with AVX-512, 16 of 8 without) free.
 _SUMS = 8 if get_host_cpu_features().get("avx512f") else 4
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def instruction(typing: Callable[..., Any]) -> Callable[..., Any]:
@@ -235,9 +236,6 @@ class _Product:
 
 def _index(value: int) -> Any:
     return ir.Constant(_INDEX, value)
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def fast(function: Function) -> Function:

@@ -31,6 +31,18 @@ _CLOSERS = ("]", "}", '"', ",", ":", "n")
 _STRING_CLOSERS = ('"', "@", ":", ".", "-")
 #: Characters that JSON has in strings only.
 _IN_STRINGS = ("z", "Z", ";")
+_MILLISECOND = 1_000_000
+#: Limits per compilation and step. Step fuel is the library's default, which large vocabularies
+#: need; `WorkBudget` bounds the total.
+LIMITS = LLParserLimits(
+    max_items_in_row=2000,
+    step_max_items=50_000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    max_lexer_states=16_384,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
 
 
 class JsonCloser:
@@ -254,21 +266,6 @@ def _choice(values: object) -> str:
 def _first_line(matcher: LLMatcher) -> str:
     message = matcher.get_error().strip()
     return message.splitlines()[0] if message else "it allows nothing more"
-
-
-_MILLISECOND = 1_000_000
-
-#: Limits per compilation and step. Step fuel is the library's default, which large vocabularies
-#: need; `WorkBudget` bounds the total.
-LIMITS = LLParserLimits(
-    max_items_in_row=2000,
-    step_max_items=50_000,
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    max_lexer_states=16_384,
-    max_grammar_size=200_000,
-    verbose_errors=False,
-)
 
 
 @dataclass(slots=True)

@@ -53,6 +53,9 @@ from pigou.sim.worker_spec import FleetWorker, WorkerSpec, rank_splits
 from pigou.windows.planner_window import WorkerState
 
 _GANG = "fleet"
+#: Tick interval of the control plane, as in the gateway.
+TICK = SECOND // 10
+_MS = 1_000_000
 
 
 class FleetPlacer:
@@ -132,11 +135,6 @@ class FleetPlacer:
 
     def _located(self, replica: Replica) -> Location:
         return self.nodes[replica.host].location
-
-
-#: Tick interval of the control plane, as in the gateway.
-TICK = SECOND // 10
-_MS = 1_000_000
 
 
 class SimulatedFleet:

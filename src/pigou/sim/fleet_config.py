@@ -21,6 +21,15 @@ from pigou.sim.setup import TierConfig
 from pigou.yaml_file import read_yaml
 
 _MAX_GATEWAYS = 64
+_MAX_FACTOR = 10**6  # of a step's time, and of losses an hour
+_MAX_HOSTS = 10_000
+_PART = re.compile(r"(\d+)(x?)(p|d|both|prefill|decode)")
+#: Each takes a megabyte and more, and all of them are candidates of every decision.
+_MAX_WORKERS = 10_000
+_ROLES = {
+    "p": Role.PREFILL, "d": Role.DECODE, "both": Role.BOTH,
+    "prefill": Role.PREFILL, "decode": Role.DECODE,
+}  # fmt: skip
 
 
 class GatewaysConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -41,9 +50,6 @@ class GatewaysConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 f"lag_s is {self.lag_s} and loss {self.loss}, and there is 1 gateway, which tells "
                 "nobody anything; give a count, or leave them out"
             )
-
-
-_MAX_FACTOR = 10**6  # of a step's time, and of losses an hour
 
 
 class StartUpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -117,9 +123,6 @@ class ScalingConfig(PlannerConfig, frozen=True, forbid_unknown_fields=True, kw_o
                     )
 
 
-_MAX_HOSTS = 10_000
-
-
 class DistanceLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The way between two workers of a distance class."""
 
@@ -182,15 +185,6 @@ class TopologyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             Node(host=f"host-{number}", rack=group.rack, zone=group.zone, gpus=group.gpus)
             for number, group in enumerate(groups)
         ]
-
-
-_PART = re.compile(r"(\d+)(x?)(p|d|both|prefill|decode)")
-#: Each takes a megabyte and more, and all of them are candidates of every decision.
-_MAX_WORKERS = 10_000
-_ROLES = {
-    "p": Role.PREFILL, "d": Role.DECODE, "both": Role.BOTH,
-    "prefill": Role.PREFILL, "decode": Role.DECODE,
-}  # fmt: skip
 
 
 class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -17,6 +17,10 @@ from pigou.models.architecture import Architecture
 from pigou.models.quantisation import DTYPE_BYTES
 
 TERA, GIGA, GIB = 1e12, 1e9, 2**30
+#: Bytes for each token and word while vLLM's sampler runs on its dummy batch: logits (2), in
+#: float32 (4), sorted (4) with their indices (8), probabilities (4), their sums (4), mask (1),
+#: scattered back (4).
+SAMPLER_BYTES = 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +113,6 @@ def gpu(name: str) -> Gpu:
 
 def _normalized(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())
-
-
-#: Bytes for each token and word while vLLM's sampler runs on its dummy batch: logits (2), in
-#: float32 (4), sorted (4) with their indices (8), probabilities (4), their sums (4), mask (1),
-#: scattered back (4).
-SAMPLER_BYTES = 31
 
 
 def layer_bytes(hidden: int, wide: float, max_batched_tokens: int) -> int:

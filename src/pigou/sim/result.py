@@ -22,6 +22,8 @@ from pigou.windows.builder import PERCENTILE_NAMES, PERCENTILES, latency_summary
 
 #: For simulations without an objective.
 NO_OBJECTIVES = Objectives()
+#: Parts of the Price of Anarchy, which multiply to the whole.
+_PARTS = ("whole", "queueing", "routing", "prefill_decode")
 
 
 def class_name(objectives: Objectives, run: RequestRun) -> str:
@@ -53,10 +55,6 @@ def request_itl_ns(run: RequestRun) -> float | None:
     if run.output_tokens < 2:
         return None
     return (run.last_token_ns - run.first_token_ns) / (run.output_tokens - 1)
-
-
-#: Parts of the Price of Anarchy, which multiply to the whole.
-_PARTS = ("whole", "queueing", "routing", "prefill_decode")
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,10 @@ from pigou.windows.planner_window import PlannerWindow, WorkerState
 DEADBAND = 0.1
 #: Nanoseconds over which arrivals are counted where their rate is not known.
 _COUNTED_NS = 60 * SECOND
+#: Seconds of a drain that a planner reckons with, where there is no limit.
+_DRAIN_S = 10.0
+#: Key of the planner's events: after the control plane's tick and the load reports of a moment.
+_PLANNER_KEY = -1
 
 
 class ScalingMove(NamedTuple):
@@ -245,10 +249,6 @@ class ScaledFleets:
         return fleet, worker
 
 
-#: Seconds of a drain that a planner reckons with, where there is no limit.
-_DRAIN_S = 10.0
-
-
 class PlannedFleet(NamedTuple):
     """A planner's view of a fleet."""
 
@@ -334,10 +334,6 @@ def times_of(fleets: Sequence[PlannedFleet]) -> ProvisioningTimes:
         drain_s=drain_s,
         flip_s=max(flips, default=math.inf),
     )
-
-
-#: Key of the planner's events: after the control plane's tick and the load reports of a moment.
-_PLANNER_KEY = -1
 
 
 class Scaling:

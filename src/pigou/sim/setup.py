@@ -12,6 +12,10 @@ from pigou.config import ConfigError, check_bounds
 from pigou.config_option import option
 from pigou.kv.tier_config import TierOption
 
+_Number = TypeVar("_Number", int, float)
+_GROUP = "Tables"
+_MAX_CELLS = 10_000
+
 
 class TierConfig(TierOption, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A tier of a worker, and its link to the one above."""
@@ -114,11 +118,6 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             "Results",
         ),
     ] = ""
-
-
-_Number = TypeVar("_Number", int, float)
-_GROUP = "Tables"
-_MAX_CELLS = 10_000
 
 
 class SweepConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -50,6 +50,13 @@ _GARBAGE = 50_000
 #: Takes a limit of the control plane away. The gateway queues requests that exceed the workers'
 #: capacity; a simulation of the workers alone lets them queue there.
 UNLIMITED = 2**60
+#: Requests of the small simulation, and how many a second: long enough for an assessment.
+_REQUESTS, _RATE = 40, 6.0
+_LENGTHS = RequestLengths(input=(600, 600), output=(40, 40), templates=8)
+#: Prompts that the small caches hold, so that something is evicted.
+_PROMPTS = 4
+#: Workers of a group, at most: two cost the same at first, and one is drawn.
+_WORKERS = 2
 
 
 class Simulation:
@@ -260,15 +267,6 @@ def _tiers(worker: FleetWorker) -> dict[str, Any]:
             "evicted_blocks": counts.evicted,
         }
     return {"tiers": figures}
-
-
-#: Requests of the small simulation, and how many a second: long enough for an assessment.
-_REQUESTS, _RATE = 40, 6.0
-_LENGTHS = RequestLengths(input=(600, 600), output=(40, 40), templates=8)
-#: Prompts that the small caches hold, so that something is evicted.
-_PROMPTS = 4
-#: Workers of a group, at most: two cost the same at first, and one is drawn.
-_WORKERS = 2
 
 
 def warm_up(fleet: FleetConfig, setup: Setup, control: ControlConfig) -> None:

@@ -11,6 +11,15 @@ from pigou.compiled import bare_kernel, inlined
 from pigou.request import SECOND, Ints, Nanos
 from pigou.sim.request_run import Leg
 
+Flags = NDArray[np.bool_]
+Counts = NDArray[np.int64]
+#: Classes of gaps in an octave: a gap is known to 1 part in 2,048 at worst.
+FINE = 1024
+#: Classes in all: those of 1 nanosecond to 2^63.
+CLASSES = 64 * FINE
+#: Entries of a histogram's sums.
+GAPS, GAPS_NS = 0, 1
+
 
 class Streams:
     """Counts the tokens of each row of the batch, and the gaps between those of streams."""
@@ -139,17 +148,6 @@ class ITLHistogram:
         low, high = bounds(np.searchsorted(np.cumsum(self.histogram), ranks, side="left"))
         middle: NDArray[np.float64] = (low + high) / 2 / SECOND
         return middle
-
-
-Flags = NDArray[np.bool_]
-Counts = NDArray[np.int64]
-
-#: Classes of gaps in an octave: a gap is known to 1 part in 2,048 at worst.
-FINE = 1024
-#: Classes in all: those of 1 nanosecond to 2^63.
-CLASSES = 64 * FINE
-#: Entries of a histogram's sums.
-GAPS, GAPS_NS = 0, 1
 
 
 @inlined

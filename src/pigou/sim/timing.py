@@ -23,6 +23,36 @@ from pigou.models.architecture import Architecture, LayerKind, Matrix
 from pigou.request import SECOND, Ints, Nanos
 from pigou.sim.gpus import Gpu
 
+_MASK = 2**64 - 1
+_STRIDE = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+#: Seconds of each part of a step.
+_HOUR_S = 3600
+#: Model, GPU and GPUs of a worker of the preset fleets; they give its KV blocks.
+PRESET_WORKERS = {"340b": ("nemotron-4-340b", "B200", 8), "70b": ("llama-3.1-70b", "B200", 4)}
+#: Kernels of a decoder layer: two norms, four products, rotation with the cache's write,
+#: attention with its reduction, activation; vLLM's layer tables list the same.
+LAYER_KERNELS = 10
+#: Bytes of an activation.
+WIDTH = 2.0
+#: Passes of the sampler over float32 logits: convert, scale, softmax, draw.
+SAMPLER_PASSES = 4
+Floats = NDArray[np.float64]
+#: Columns of the matrix products: FLOPs of a token, bytes of weights, bytes of a token's input and
+#: output, kind of layer, experts to choose from and chosen (0, 0: none). The output layer is last.
+FLOPS, WEIGHT_BYTES, IO_BYTES, KIND, EXPERTS, ACTIVE = 0, 1, 2, 3, 4, 5
+#: Columns of the kinds of layer: how many, sums over GPUs, seconds of launches, bytes of a token,
+#: bytes of a sequence's state, FLOPs of a token besides matrix products.
+COUNT, SUMS, LAUNCHES, TOKEN, STATE, SCAN_FLOPS = 0, 1, 2, 3, 4, 5
+#: Columns of the kinds of cache: layers, FLOPs of a pair of tokens in prompts and in decodes, bytes
+#: of an entry, tokens that are read at most (0: all).
+LAYERS, PROMPT_FLOPS, DECODE_FLOPS, ENTRY_BYTES, WINDOW = 0, 1, 2, 3, 4
+#: Indices into the vector of rates; all in seconds for one unit.
+FLOP, BYTE, ATTENTION_FLOP, WORD, ROW, STEP, HOP, HOP_BYTE, SUM_BYTES, GATHER_BYTES, CACHE_BYTE = (
+    0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10,
+)  # fmt: skip
+RATES = 11
+
 
 class StepShape(msgspec.Struct):
     """Shape of one step; entry i is one sequence."""
@@ -56,11 +86,6 @@ def accumulate(times: Nanos, start: int) -> None:
     for i in range(times.shape[0]):
         end += times[i]
         times[i] = end
-
-
-_MASK = 2**64 - 1
-_STRIDE = 0x9E3779B97F4A7C15
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class StepKey(NamedTuple):
@@ -142,10 +167,6 @@ def step_end_times(
     return end_times
 
 
-#: Seconds of each part of a step.
-_HOUR_S = 3600
-
-
 class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Seconds of a step with n decodes, k prompts begun and t prompt tokens.
 
@@ -186,8 +207,6 @@ PRESETS = {
     "340b": Law(itl_a=19.0e-3, itl_b=0.026e-3, prefill=45e-3, overhead=74e-3),
     "70b": Law(itl_a=7.15e-3, itl_b=0.0159e-3, prefill=18e-3, overhead=55e-3),
 }
-#: What these fleets' workers are: model, GPU and GPUs of a worker. It tells their KV blocks.
-PRESET_WORKERS = {"340b": ("nemotron-4-340b", "B200", 8), "70b": ("llama-3.1-70b", "B200", 4)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,30 +235,6 @@ class LawTiming:
 
 def _nanos(seconds: float) -> int:
     return max(1, round(seconds * SECOND))
-
-
-#: Kernels of a decoder layer: two norms, four products, rotation with the cache's write,
-#: attention with its reduction, activation; vLLM's layer tables list the same.
-LAYER_KERNELS = 10
-#: Bytes of an activation.
-WIDTH = 2.0
-#: Passes of the sampler over float32 logits: convert, scale, softmax, draw.
-SAMPLER_PASSES = 4
-Floats = NDArray[np.float64]
-#: Columns of the matrix products: FLOPs of a token, bytes of weights, bytes of a token's input and
-#: output, kind of layer, experts to choose from and chosen (0, 0: none). The output layer is last.
-FLOPS, WEIGHT_BYTES, IO_BYTES, KIND, EXPERTS, ACTIVE = 0, 1, 2, 3, 4, 5
-#: Columns of the kinds of layer: how many, sums over GPUs, seconds of launches, bytes of a token,
-#: bytes of a sequence's state, FLOPs of a token besides matrix products.
-COUNT, SUMS, LAUNCHES, TOKEN, STATE, SCAN_FLOPS = 0, 1, 2, 3, 4, 5
-#: Columns of the kinds of cache: layers, FLOPs of a pair of tokens in prompts and in decodes, bytes
-#: of an entry, tokens that are read at most (0: all).
-LAYERS, PROMPT_FLOPS, DECODE_FLOPS, ENTRY_BYTES, WINDOW = 0, 1, 2, 3, 4
-#: Indices into the vector of rates; all in seconds for one unit.
-FLOP, BYTE, ATTENTION_FLOP, WORD, ROW, STEP, HOP, HOP_BYTE, SUM_BYTES, GATHER_BYTES, CACHE_BYTE = (
-    0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10,
-)  # fmt: skip
-RATES = 11
 
 
 class RooflineTiming:

@@ -38,6 +38,22 @@ _VARIANTS = {
     "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "fp8", "int8": "int8",
     "int4": "int4", "nvfp4": "nvfp4", "mxfp4": "mxfp4",
 }  # fmt: skip
+#: Columns of `attention.csv`; the first four are the axes of the grid.
+_ATTENTION = ["prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us"]
+_N_DECODE, _KV_DECODE, _TIME_US = 2, 3, 4
+_AXES = 4
+#: Batch sizes that vLLM captures as CUDA graphs by default (`cudagraph_capture_sizes`, up to 512).
+CAPTURED: list[int] = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+#: Tokens, and sequences, up to which times are tabulated; beyond, they grow in proportion.
+MAX_TOKENS, MAX_SEQUENCES = 16_384, 1024
+#: Layers that run once a step, and how often the others run in one decoder layer.
+ONCE = {"embedding", "final_layernorm"}
+PER_LAYER = {
+    "layernorm": 2.0, "qkv_proj": 1.0, "qk_norm": 1.0, "rotary_emb": 1.0, "o_proj": 1.0,
+    "gate_up_proj": 1.0, "up_proj": 1.0, "act_fn": 1.0, "down_proj": 1.0,
+}  # fmt: skip
+#: Layers per sequence.
+HEADS = ("lm_head", "sampler")
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +216,6 @@ def _skew(meta: Mapping[str, Any], tp: int) -> float:
     return min(max(float(fit.get("alpha_default", 0.0)), 0.0), 1.0)
 
 
-#: Columns of `attention.csv`; the first four are the axes of the grid.
-_ATTENTION = ["prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us"]
-_N_DECODE, _KV_DECODE, _TIME_US = 2, 3, 4
-_AXES = 4
-
-
 def _read_attention(path: Path, meta: Mapping[str, Any]) -> Attention:
     rows = np.array(_columns(path, _ATTENTION), dtype=np.float64)
     chunks, keys, decodes, kvs = _axes(rows, meta)
@@ -286,20 +296,6 @@ def _extend(line: Floats, axis: Floats) -> None:
         slope = max((line[last] - line[before]) / (axis[last] - axis[before]), 0.0)
         past_end = holes[holes > last]
         line[past_end] = line[last] + slope * (axis[past_end] - axis[last])
-
-
-#: Batch sizes that vLLM captures as CUDA graphs by default (`cudagraph_capture_sizes`, up to 512).
-CAPTURED: list[int] = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
-#: Tokens, and sequences, up to which times are tabulated; beyond, they grow in proportion.
-MAX_TOKENS, MAX_SEQUENCES = 16_384, 1024
-#: Layers that run once a step, and how often the others run in one decoder layer.
-ONCE = {"embedding", "final_layernorm"}
-PER_LAYER = {
-    "layernorm": 2.0, "qkv_proj": 1.0, "qk_norm": 1.0, "rotary_emb": 1.0, "o_proj": 1.0,
-    "gate_up_proj": 1.0, "up_proj": 1.0, "act_fn": 1.0, "down_proj": 1.0,
-}  # fmt: skip
-#: Layers per sequence.
-HEADS = ("lm_head", "sampler")
 
 
 class ProfileTiming:

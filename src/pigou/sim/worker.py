@@ -22,6 +22,14 @@ from pigou.sim.tiers import TierLinks
 from pigou.sim.timing import StepKeys, Timing, step_end_times, varies
 from pigou.sim.virtual_clock import Clock, Event, Inbox, Phase
 
+#: Workers by number that have KV events to publish.
+LaggingWorkers: TypeAlias = "dict[int, SimWorker]"
+_NO_TIMES: Nanos = np.empty(0, dtype=np.int64)
+_NO_ROWS: Ints = np.empty(0, dtype=np.int32)
+#: Most steps of one plan; only the arrays of their times depend on it.
+MAX_STEPS = 65536
+_STEP, _PLAN = int(Phase.STEP), int(Phase.PLAN)  # quicker to look up, and to compare
+
 
 @dataclass(slots=True)
 class StepMeter:
@@ -45,15 +53,6 @@ class StepMeter:
         """Return `decode_stall_ns`, and begin anew."""
         stall_ns, self.decode_stall_ns = self.decode_stall_ns, 0
         return stall_ns
-
-
-#: Workers by number that have KV events to publish.
-LaggingWorkers: TypeAlias = "dict[int, SimWorker]"
-_NO_TIMES: Nanos = np.empty(0, dtype=np.int64)
-_NO_ROWS: Ints = np.empty(0, dtype=np.int32)
-#: Most steps of one plan; only the arrays of their times depend on it.
-MAX_STEPS = 65536
-_STEP, _PLAN = int(Phase.STEP), int(Phase.PLAN)  # quicker to look up, and to compare
 
 
 class SimWorker:

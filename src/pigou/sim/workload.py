@@ -22,6 +22,9 @@ MAX_TOKENS = 2**24
 _TEMPLATE_SCOPE = 1
 #: Of a closed loop.
 _MAX_USERS = 1_000_000
+#: Scope of prompts that no other shares; scopes of workloads are other numbers.
+_UNSHARED_SCOPE = 2**63
+_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +223,6 @@ def _scoped(session: RequestSession, part: int) -> RequestSession:
         for spec in session.requests
     )
     return RequestSession(session.start_ns, requests)
-
-
-#: Scope of prompts that no other shares; scopes of workloads are other numbers.
-_UNSHARED_SCOPE = 2**63
-_MASK = 2**64 - 1
 
 
 def block_hashes(spec: RequestSpec, number: int, size: int) -> BlockHashes:

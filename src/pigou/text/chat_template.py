@@ -16,6 +16,27 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+#: Marks the end of a final message that is to be continued. Its own trailing space shows whether
+#: the template trims messages.
+_END = "CONTINUE_FINAL_MESSAGE_TAG "
+#: OpenAI's newer name of the role `system`.
+_DEVELOPER = "developer"
+#: Fields of a message's reasoning; templates read the first, gpt-oss's the second.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+#: The template for most chats; those for chats with a variable are named after their use.
+_DEFAULT = "default"
+_USES = {"tools": "tool_use", "documents": "rag"}
+_FAILURES = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
+    RecursionError,
+)  # fmt: skip
+#: Tests by which a template tells a string from a list.
+_KIND_TESTS = {"string", "iterable", "sequence", "mapping"}
+#: Filters and methods of objects only.
+_WALKS = {"items", "dictsort", "keys", "values"}
+#: Filters that keep a list a list; `content | trim` is text.
+_KEEP = {"list", "reverse", "default", "d"}
+
 
 class ChatError(ValueError):
     """Messages refused by the template; the text is for the client."""
@@ -109,18 +130,6 @@ def _tojson(
 
 def _now(form: str) -> str:
     return datetime.now().strftime(form)
-
-
-#: Marks the end of a final message that is to be continued. Its own trailing space shows whether
-#: the template trims messages.
-_END = "CONTINUE_FINAL_MESSAGE_TAG "
-#: OpenAI's newer name of the role `system`.
-_DEVELOPER = "developer"
-#: Fields of a message's reasoning; templates read the first, gpt-oss's the second.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-#: The template for most chats; those for chats with a variable are named after their use.
-_DEFAULT = "default"
-_USES = {"tools": "tool_use", "documents": "rag"}
 
 
 class ChatTemplate:
@@ -224,12 +233,6 @@ class ChatTemplate:
         return "\n".join(texts)
 
 
-_FAILURES = (
-    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
-    RecursionError,
-)  # fmt: skip
-
-
 def _text(part: dict[str, Any]) -> str:
     text: str = part["refusal"] if part["type"] == "refusal" else part["text"]
     return text
@@ -287,14 +290,6 @@ def _within(text: str, final: str) -> str:
     if at < 0 or final.strip() not in text:
         raise ChatError("continue_final_message: the template does not show the final message")
     return text[:at] if text.startswith(_END, at) else text[:at].rstrip()
-
-
-#: Tests by which a template tells a string from a list.
-_KIND_TESTS = {"string", "iterable", "sequence", "mapping"}
-#: Filters and methods of objects only.
-_WALKS = {"items", "dictsort", "keys", "values"}
-#: Filters that keep a list a list; `content | trim` is text.
-_KEEP = {"list", "reverse", "default", "d"}
 
 
 @dataclass(frozen=True, slots=True)

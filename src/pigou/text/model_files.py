@@ -17,6 +17,11 @@ log = logging.getLogger(__name__)
 #: Properties of an added token, with defaults.
 _PROPERTIES = {"special": False, "lstrip": False, "rstrip": False, "single_word": False,
                "normalized": False}  # fmt: skip
+_FILES = ["tokenizer*.json", "special_tokens_map.json", "generation_config.json", "config.json",
+          "chat_template.json", "*.jinja"]  # fmt: skip
+BUNDLED = "bundled"
+#: Ends every turn of a ChatML template; fine-tunes often leave it out of their configs.
+CHATML_END = "<|im_end|>"
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -122,11 +127,6 @@ def _named(value: Any) -> dict[str, str]:
     raise ValueError("chat_template must be a text, or texts by name")
 
 
-_FILES = ["tokenizer*.json", "special_tokens_map.json", "generation_config.json", "config.json",
-          "chat_template.json", "*.jinja"]  # fmt: skip
-BUNDLED = "bundled"
-
-
 def find_tokenizer(name: str, *, download: bool = False) -> Path | None:
     """Return the folder of `tokenizer.json` by folder, hub id or "bundled"; None if missing."""
     if name == BUNDLED:
@@ -146,10 +146,6 @@ def find_tokenizer(name: str, *, download: bool = False) -> Path | None:
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError):
         return None
     return folder if (folder / "tokenizer.json").is_file() else None
-
-
-#: Ends every turn of a ChatML template; fine-tunes often leave it out of their configs.
-CHATML_END = "<|im_end|>"
 
 
 def end_tokens(

@@ -19,6 +19,23 @@ _KEYS = {"name", "arguments", "parameters", "type", "id", "function"}
 #: Characters searched for a name before the object is complete.
 _HEAD_LENGTH = 4096
 _SCALAR_ENDS = ",]} \t\r\n"
+ParserName = Literal["hermes", "llama3_json", "mistral"]
+PARSERS: tuple[ParserName, ...] = ("hermes", "llama3_json", "mistral")
+#: Begin and end of reasoning, which has no calls.
+REASONING: Mapping[str, str] = {"<think>": "</think>", "[THINK]": "[/THINK]"}
+#: Markup tokens of a format, shown to its parser.
+MARKUP: Mapping[str, tuple[str, ...]] = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "llama3_json": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+}
+_MISTRAL_HEAD = re.compile(r"([\w.-]+?)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+#: What may become such a head; more characters are content.
+_MISTRAL_BEGUN = re.compile(r"[\w.-]{1,128}\s*(?:\[[A-Z_]*\]?\s*[\w-]{0,64}\s*){0,2}")
+_FENCES = ("```json", "```tool_call", "```")
+#: An open code fence at the end of a text, or what may become one.
+_FENCE_END = re.compile(r"`{1,3}\w{0,12}\Z")
+_OPEN_REASONING = re.compile(r"(<think>|\[THINK\])\s*\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,25 +187,8 @@ def _loaded(text: str) -> object:
     return value
 
 
-ParserName = Literal["hermes", "llama3_json", "mistral"]
-PARSERS: tuple[ParserName, ...] = ("hermes", "llama3_json", "mistral")
-#: Begin and end of reasoning, which has no calls.
-REASONING: Mapping[str, str] = {"<think>": "</think>", "[THINK]": "[/THINK]"}
-#: Markup tokens of a format, shown to its parser.
-MARKUP: Mapping[str, tuple[str, ...]] = {
-    "hermes": ("<tool_call>", "</tool_call>"),
-    "llama3_json": ("<|python_tag|>",),
-    "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-}
 #: What a parser does with the text at hand; it returns what that means.
 State: TypeAlias = Callable[[], list[Event]]
-_MISTRAL_HEAD = re.compile(r"([\w.-]+?)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
-#: What may become such a head; more characters are content.
-_MISTRAL_BEGUN = re.compile(r"[\w.-]{1,128}\s*(?:\[[A-Z_]*\]?\s*[\w-]{0,64}\s*){0,2}")
-_FENCES = ("```json", "```tool_call", "```")
-#: An open code fence at the end of a text, or what may become one.
-_FENCE_END = re.compile(r"`{1,3}\w{0,12}\Z")
-_OPEN_REASONING = re.compile(r"(<think>|\[THINK\])\s*\Z")
 
 
 class ToolParser:

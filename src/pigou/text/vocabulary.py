@@ -8,6 +8,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
+#: A token's text, or bytes, maybe of a partial character.
+Piece: TypeAlias = str | bytes
+#: From a token's piece, and whether it is the first of the text, to its next piece.
+Step: TypeAlias = Callable[[Piece, bool], Piece]
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+#: English contractions and marks that WordPiece's cleanup joins to the word before.
+_CLEANUP = (
+    (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"),
+    (" 'm", "'m"), (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
+)  # fmt: skip
+
 
 class VocabularyError(ValueError):
     """A tokenizer whose tokens do not stand for bytes one by one."""
@@ -73,19 +84,6 @@ def _text(token: bytes | None) -> str | None:
         return (token or b"").decode()
     except UnicodeDecodeError:
         return None
-
-
-#: A token's text, or bytes, maybe of a partial character.
-Piece: TypeAlias = str | bytes
-#: From a token's piece, and whether it is the first of the text, to its next piece.
-Step: TypeAlias = Callable[[Piece, bool], Piece]
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-#: English contractions and marks that WordPiece's cleanup joins to the word before.
-_CLEANUP = (
-    (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"),
-    (" 'm", "'m"), (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
-)  # fmt: skip
 
 
 class _NotByTokenError(Exception):

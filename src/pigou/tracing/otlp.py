@@ -19,6 +19,11 @@ from pigou.tracing.request_trace import Attributes, AttributeValue, RequestTrace
 CONTENT_TYPE = "application/json"
 #: status code of a failed span
 _ERROR = 2  # status code of a failed span
+_MAX_TEMPLATES = 1024
+_KINDS = {str: "stringValue", bool: "boolValue", int: "intValue", float: "doubleValue",
+          tuple: "arrayValue"}  # fmt: skip
+#: Slot of each value type. Nine digits are nanoseconds of a second.
+_SLOTS = {str: "%s", bool: "%s", int: '"%d"', float: "%.9g", tuple: "%s"}
 
 
 class _Template(NamedTuple):
@@ -41,9 +46,6 @@ class _Template(NamedTuple):
 
 #: By attribute names and value types; spans of one name have few variants.
 _templates: dict[tuple[tuple[str, ...], tuple[type, ...]], _Template] = {}
-_MAX_TEMPLATES = 1024
-_KINDS = {str: "stringValue", bool: "boolValue", int: "intValue", float: "doubleValue",
-          tuple: "arrayValue"}  # fmt: skip
 
 
 def frame(resource: Mapping[str, AttributeValue]) -> tuple[bytes, bytes]:
@@ -132,8 +134,6 @@ def _array(values: tuple[str, ...]) -> str:
     return f'{{"values":[{",".join(entries)}]}}'
 
 
-#: Slot of each value type. Nine digits are nanoseconds of a second.
-_SLOTS = {str: "%s", bool: "%s", int: '"%d"', float: "%.9g", tuple: "%s"}
 #: Formatter of each type that is inserted as text.
 _TEXTS: dict[type, Callable[[Any], str]] = {
     str: _string, bool: {False: "false", True: "true"}.__getitem__, tuple: _array,

@@ -19,6 +19,15 @@ FREE_BYTES = 64 * 1024
 _SHARE = 0.5
 #: Maximum bytes of a worker's page, and of an API server's list.
 MAX_PAGE_BYTES, MAX_LIST_BYTES = 2**23, 2**26
+_JSON = "application/json"
+#: Seconds for a body, plus its size at the minimum rate.
+_GRACE_S = 15.0
+#: Minimum bytes/s that a client must send.
+_MIN_BYTES_PER_S = 16 * 1024
+_THREADS = 2
+#: Maximum queued jobs per tenant; more are answered 429.
+_MAX_WAITING = 64
+_T = TypeVar("_T")
 
 
 class OverBudget(Exception):
@@ -115,13 +124,6 @@ async def read_page(response: aiohttp.ClientResponse, max_bytes: int = MAX_PAGE_
     return bytes(page)
 
 
-_JSON = "application/json"
-#: Seconds for a body, plus its size at the minimum rate.
-_GRACE_S = 15.0
-#: Minimum bytes/s that a client must send.
-_MIN_BYTES_PER_S = 16 * 1024
-
-
 async def no_interim_answer(_: web.Request) -> None:
     """Take the place of aiohttp's answer to `Expect`: `read_body` sends it, after the checks."""
 
@@ -205,12 +207,6 @@ async def _expected(request: web.Request) -> None:
         )
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0
-
-
-_THREADS = 2
-#: Maximum queued jobs per tenant; more are answered 429.
-_MAX_WAITING = 64
-_T = TypeVar("_T")
 
 
 class FairThreadPool:

@@ -31,6 +31,7 @@ _LOOK_S = 0.25
 _TCP_CLOSE = 7
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _COMMENT = b"3\r\n:\n\n\r\n"
+_REPLY_ID = web.RequestKey("reply_id", str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,9 +333,6 @@ async def close_old_streams(request: web.BaseRequest, response: web.StreamRespon
     """End a stream to an HTTP/1.0 client with its connection; for `on_response_prepare`."""
     if request.version < HttpVersion11 and not isinstance(response, web.Response):
         response.force_close()
-
-
-_REPLY_ID = web.RequestKey("reply_id", str)
 
 
 def note_reply_id(request: web.BaseRequest, id: str) -> None:

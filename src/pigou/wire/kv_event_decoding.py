@@ -23,18 +23,46 @@ from pigou.request import BlockHashes
 STEP = 2**17
 #: Fault codes of the kernel.
 _FAULTS = {1: "it is truncated", 2: "byte 0xc1 means nothing"}
-
-
-class MessagePackError(ValueError):
-    """Malformed MessagePack, or a missing array."""
-
-
 #: Columns of the table of first bytes: bytes of the length that follows, -1 where the byte means
 #: nothing; bytes of the value besides; values inside; values inside for each of the length, 0 where
 #: the length counts bytes.
 _LENGTH_BYTES, _VALUE_BYTES, _VALUES, _PER_LENGTH = range(4)
 #: The kernel's state: position, and values left.
 _AT, _LEFT = range(2)
+#: Sequence number of the frame that ends a replay (-1, signed).
+END_OF_REPLAY = b"\xff" * 8
+WireHash: TypeAlias = int | bytes
+#: Hashes of consecutive blocks; an array where they are 64-bit integers.
+WireHashes: TypeAlias = Sequence[WireHash] | NDArray[np.uint64]
+#: Bounds of one event: blocks, tokens in a block, bytes of a hash, characters of a name.
+MAX_BLOCKS, MAX_BLOCK_SIZE, MAX_HASH_BYTES, MAX_NAME_CHARS = 2**16, 2**16, 64, 1024
+Tokens = list[Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**32)]]
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder()
+#: Order of the fields of the array shape, after the type.
+STORED_FIELDS = (
+    "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
+    "lora_name", "extra_keys",
+)  # fmt: skip
+REMOVED_FIELDS = ("block_hashes", "medium")
+#: Column of a hash with its low 64 bits.
+_LOW = 1
+#: Maximum bytes of a batch; blocks per slice.
+MAX_BATCH = 8 * 1024 * 1024
+SLICE = 512
+#: Bytes of an event that is decoded as a whole, and of a field of a larger one, but for arrays.
+SMALL, _FIELD = 16 * 1024, 16 * 1024
+#: Tokens per decode, and fields of an event.
+_TOKENS, _MAX_FIELDS = 16 * 1024, 64
+#: Most bytes of an integer, and of a hash with its header.
+_INTEGER, _HASH = 9, MAX_HASH_BYTES + 5
+_token_decoder = msgspec.msgpack.Decoder(Tokens)
+#: Where a value begins and ends.
+_Span: TypeAlias = tuple[int, int]
+
+
+class MessagePackError(ValueError):
+    """Malformed MessagePack, or a missing array."""
 
 
 def _table() -> NDArray[np.int64]:
@@ -143,14 +171,6 @@ def warm_up() -> None:
         pass
 
 
-#: Sequence number of the frame that ends a replay (-1, signed).
-END_OF_REPLAY = b"\xff" * 8
-
-WireHash: TypeAlias = int | bytes
-#: Hashes of consecutive blocks; an array where they are 64-bit integers.
-WireHashes: TypeAlias = Sequence[WireHash] | NDArray[np.uint64]
-
-
 class EventError(ValueError):
     """A payload that is not a batch of KV events."""
 
@@ -184,24 +204,6 @@ class Cleared:
 
 
 WireEvent: TypeAlias = Stored | Removed | Cleared
-
-
-#: Bounds of one event: blocks, tokens in a block, bytes of a hash, characters of a name.
-MAX_BLOCKS, MAX_BLOCK_SIZE, MAX_HASH_BYTES, MAX_NAME_CHARS = 2**16, 2**16, 64, 1024
-Tokens = list[Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**32)]]
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder()
-#: Order of the fields of the array shape, after the type.
-STORED_FIELDS = (
-    "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
-    "lora_name", "extra_keys",
-)  # fmt: skip
-REMOVED_FIELDS = ("block_hashes", "medium")
-
-
-#: Column of a hash with its low 64 bits.
-_LOW = 1
 
 
 def wire_hashes(hashes: BlockHashes) -> list[int]:
@@ -368,20 +370,6 @@ def read_salt(fields: dict[str, Any]) -> str | None:
     return None
 
 
-#: Maximum bytes of a batch; blocks per slice.
-MAX_BATCH = 8 * 1024 * 1024
-SLICE = 512
-#: Bytes of an event that is decoded as a whole, and of a field of a larger one, but for arrays.
-SMALL, _FIELD = 16 * 1024, 16 * 1024
-#: Tokens per decode, and fields of an event.
-_TOKENS, _MAX_FIELDS = 16 * 1024, 64
-#: Most bytes of an integer, and of a hash with its header.
-_INTEGER, _HASH = 9, MAX_HASH_BYTES + 5
-
-_token_decoder = msgspec.msgpack.Decoder(Tokens)
-
-#: Where a value begins and ends.
-_Span: TypeAlias = tuple[int, int]
 #: Parts of events, and None where others should run.
 _Parts: TypeAlias = Generator[WireEvent | None, None, None]
 

@@ -15,6 +15,11 @@ from pigou.wire.fleet_secret import FleetSecret
 #: Hosts of a server that listens on all addresses.
 WILD = ("", "0.0.0.0", "::")
 _WILDCARD = re.compile(r"^tcp://(\*|0\.0\.0\.0|\[::\])(?=:)")
+#: Use of the fleet secret for names of prefill pools.
+_POOL_USE = "prefill-queue pool"
+_POOL_CHARS = 24
+#: Maximum characters of a text from another process.
+MAX_TEXT = 512
 
 
 def advertised(listens: str, given: str = "") -> str:
@@ -45,13 +50,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-#: Use of the fleet secret for names of prefill pools.
-_POOL_USE = "prefill-queue pool"
-_POOL_CHARS = 24
-#: Maximum characters of a text from another process.
-MAX_TEXT = 512
 
 
 def deployment_version(about: Mapping[str, Any]) -> str:

@@ -44,6 +44,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _UNPRINTABLE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+Number: TypeAlias = float
+TokenIds: TypeAlias = list[int]
+#: Text, several texts, token ids, or several lists of them; told apart by
+#: `pigou.wire.request_validation`.
+Prompt: TypeAlias = str | list[str | int | list[int]]
+NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
+_B = TypeVar("_B")
+_S = TypeVar("_S", bound=msgspec.Struct)
+_BOM = b"\xef\xbb\xbf"
 
 
 def neutral(name: str, value: Any, n: Any = None) -> bool:
@@ -141,16 +150,6 @@ def _value(raw: msgspec.Raw | None) -> Any:
 def _same(value: Any, item: Any) -> bool:
     """Compare JSON values: 1 and 1.0 are the same, 1 and true are not."""
     return isinstance(value, bool) == isinstance(item, bool) and bool(value == item)
-
-
-Number: TypeAlias = float
-TokenIds: TypeAlias = list[int]
-#: Text, several texts, token ids, or several lists of them; told apart by
-#: `pigou.wire.request_validation`.
-Prompt: TypeAlias = str | list[str | int | list[int]]
-NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
-_B = TypeVar("_B")
-_S = TypeVar("_S", bound=msgspec.Struct)
 
 
 class _OpenAIBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -306,7 +305,6 @@ _NESTED = {
     "response_format.json_schema": JsonSchema.__struct_fields__,
     "structured_outputs": StructuredOutputs.__struct_fields__,
 }
-_BOM = b"\xef\xbb\xbf"
 
 _completion = msgspec.json.Decoder(CompletionRequest, strict=False)
 _chat = msgspec.json.Decoder(ChatRequest, strict=False)

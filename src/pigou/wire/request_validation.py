@@ -28,6 +28,9 @@ _REFUSED_IN_MESSAGES = {
     "function_call": "it is deprecated; use tool_calls",
 }
 _SALT_FORBIDS = "@/\\\0"
+#: Request id header, echoed in the reply.
+REQUEST_ID_HEADER = "X-Request-Id"
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 def check(request: GenerationRequest) -> None:
@@ -255,11 +258,6 @@ def _mixed() -> Exception:
     return bad_field(
         "prompt", "mixes kinds: it must be text, a list of texts, token ids, or a list of those."
     )
-
-
-#: Request id header, echoed in the reply.
-REQUEST_ID_HEADER = "X-Request-Id"
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 def new_request_id() -> str:

@@ -40,6 +40,20 @@ _TYPES = {
 }  # fmt: skip
 _NOTES = {"title", "description", "default", "examples", "example", "deprecated", "readOnly",
           "writeOnly", "$comment"}  # fmt: skip
+#: Maximum bytes of a grammar's source, by kind.
+MAX_BYTES = {"json_schema": 512 * 1024, "choice": 512 * 1024, "regex": 32 * 1024,
+             "grammar": 128 * 1024}  # fmt: skip
+#: Maximum strings of `choice`.
+MAX_CHOICES = 10_000
+#: Maximum nesting of a schema, and of brackets in a regular expression or Lark grammar.
+MAX_DEPTH = 64
+MAX_PATTERN = 256
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_OPENS, _CLOSES = "([{", ")]}"
+MAX_TOOLS = 128
+#: Maximum tool calls of a reply under a grammar.
+MAX_CALLS = 16
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def rewrite(schema: Any, change: Change, combined: bool = False) -> Any:
@@ -134,19 +148,6 @@ def _is_any(value: Any, rest: Schema | None = None) -> bool:
         return value is True
     said = {key: item for key, item in value.items() if key not in _NOTES}
     return said in ({}, rest)
-
-
-#: Maximum bytes of a grammar's source, by kind.
-MAX_BYTES = {"json_schema": 512 * 1024, "choice": 512 * 1024, "regex": 32 * 1024,
-             "grammar": 128 * 1024}  # fmt: skip
-#: Maximum strings of `choice`.
-MAX_CHOICES = 10_000
-#: Maximum nesting of a schema, and of brackets in a regular expression or Lark grammar.
-MAX_DEPTH = 64
-MAX_PATTERN = 256
-
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
-_OPENS, _CLOSES = "([{", ")]}"
 
 
 def grammar(request: GenerationRequest, flexible: bool = False) -> Grammar | None:
@@ -300,12 +301,6 @@ def _text(value: Any) -> str:
         return msgspec.json.encode(value).decode()
     except (RecursionError, UnicodeEncodeError) as error:
         raise APIError(400, f"the grammar cannot be written as JSON: {error}.") from None
-
-
-MAX_TOOLS = 128
-#: Maximum tool calls of a reply under a grammar.
-MAX_CALLS = 16
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)

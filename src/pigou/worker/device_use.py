@@ -18,6 +18,9 @@ from pigou.models.architecture import Architecture
 from pigou.sim.gpus import Gpu, gpu
 
 log = logging.getLogger(__name__)
+#: Where Linux shows the energy counters of processors.
+RAPL = Path("/sys/class/powercap")
+_MICRO, _MILLI = 1e-6, 1e-3
 
 
 class WorkEstimate:
@@ -80,11 +83,6 @@ def estimate_of(model: Architecture, device_name: str, tp: int = 1) -> WorkEstim
         except ConfigError as error:
             log.info("MFU and MBU have no peaks: %s", error)
     return WorkEstimate(model, tp, device)
-
-
-#: Where Linux shows the energy counters of processors.
-RAPL = Path("/sys/class/powercap")
-_MICRO, _MILLI = 1e-6, 1e-3
 
 
 class EnergyCounter(Protocol):

@@ -29,6 +29,25 @@ _ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5
 _SPAN = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,
          7680)  # fmt: skip
 _STEP = tuple(2**power for power in (0, *range(3, 15)))
+#: Histograms, by name without `vllm:`: help and buckets; None for token counts.
+_HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
+    "time_to_first_token_seconds": ("From arrival to the first token.", _TTFT),
+    "inter_token_latency_seconds": ("Between tokens of a request.", _ITL),
+    "request_time_per_output_token_seconds": ("Mean time between tokens of a request.", _ITL),
+    "e2e_request_latency_seconds": ("From arrival to the last token.", _SPAN),
+    "request_queue_time_seconds": ("From arrival to the row.", _SPAN),
+    "request_inference_time_seconds": ("From the row to the last token.", _SPAN),
+    "request_prefill_time_seconds": ("From the row to the first token.", _SPAN),
+    "request_decode_time_seconds": ("From the first token to the last.", _SPAN),
+    "request_prompt_tokens": ("Tokens of a prompt.", None),
+    "request_generation_tokens": ("Tokens generated for a request.", None),
+    "request_params_max_tokens": ("Output limit of a request.", None),
+    "request_prefill_kv_computed_tokens": ("Prompt tokens computed here.", None),
+    "iteration_tokens_total": ("Tokens computed in a step.", _STEP),
+    "request_num_preemptions": ("Preemptions of a request.", (0, 1, 2, 5, 10)),
+}
+REASONS = ("stop", "length", "abort", "error")
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 
 class Row(NamedTuple):
@@ -141,25 +160,6 @@ _ENERGY_ROWS = _counters(
     ("pigou_device_energy_joules", "Energy of the worker's device since its start, by its counter.",
      "joules"),
 )  # fmt: skip
-#: Histograms, by name without `vllm:`: help and buckets; None for token counts.
-_HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
-    "time_to_first_token_seconds": ("From arrival to the first token.", _TTFT),
-    "inter_token_latency_seconds": ("Between tokens of a request.", _ITL),
-    "request_time_per_output_token_seconds": ("Mean time between tokens of a request.", _ITL),
-    "e2e_request_latency_seconds": ("From arrival to the last token.", _SPAN),
-    "request_queue_time_seconds": ("From arrival to the row.", _SPAN),
-    "request_inference_time_seconds": ("From the row to the last token.", _SPAN),
-    "request_prefill_time_seconds": ("From the row to the first token.", _SPAN),
-    "request_decode_time_seconds": ("From the first token to the last.", _SPAN),
-    "request_prompt_tokens": ("Tokens of a prompt.", None),
-    "request_generation_tokens": ("Tokens generated for a request.", None),
-    "request_params_max_tokens": ("Output limit of a request.", None),
-    "request_prefill_kv_computed_tokens": ("Prompt tokens computed here.", None),
-    "iteration_tokens_total": ("Tokens computed in a step.", _STEP),
-    "request_num_preemptions": ("Preemptions of a request.", (0, 1, 2, 5, 10)),
-}
-REASONS = ("stop", "length", "abort", "error")
-SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 
 class WorkerMetrics(MetricSet):

@@ -43,6 +43,30 @@ from pigou.workload.prompts import (
 from pigou.workload.trace import Trace, TraceSession
 from pigou.workload.trace_formats import read_trace
 
+_OPEN_WARMUP_SLOTS = 8
+_TEXT_LIMIT = 8 * 2**20
+_TOKENIZE_CHARACTERS = 1 << 17
+_ARRIVALS, _PROMPTS, _WARMUP, _PREFIXES = range(4)
+_T = TypeVar("_T")
+#: Caveats on how tokens per chunk were counted.
+_COUNTED_BY = {
+    "usage_per_chunk": "by a usage that tells each chunk's own, not a running total",
+    "token_ids": "by its token ids; no running usage was told",
+    "chunks": "one each, as no running usage or token ids were told",
+    "mixed": "told in different ways by different streams",
+}
+#: Changes when a key of the document changes its meaning or goes.
+VERSION = 1
+_SPREADS = {
+    "ttft": "TTFT",
+    "itl": "ITL",
+    "tpot": "TPOT",
+    "e2e": "End-to-end",
+    "queue_wait": "Client queue wait",
+    "server_ttft": "Server TTFT",
+    "server_e2e": "Server end-to-end",
+}
+
 
 @dataclass(frozen=True)
 class TraceReplay:
@@ -104,13 +128,6 @@ async def run(
     else:
         replay.trace.check_timed("give --rate or --concurrency")
     await drive.sessions(sessions[: len(starts)], starts)  # a schedule may end before them
-
-
-_OPEN_WARMUP_SLOTS = 8
-_TEXT_LIMIT = 8 * 2**20
-_TOKENIZE_CHARACTERS = 1 << 17
-_ARRIVALS, _PROMPTS, _WARMUP, _PREFIXES = range(4)
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -290,15 +307,6 @@ async def _load(config: BenchConfig, ready: _Prepared, drive: LoadGenerator) -> 
     return True
 
 
-#: Caveats on how tokens per chunk were counted.
-_COUNTED_BY = {
-    "usage_per_chunk": "by a usage that tells each chunk's own, not a running total",
-    "token_ids": "by its token ids; no running usage was told",
-    "chunks": "one each, as no running usage or token ids were told",
-    "mixed": "told in different ways by different streams",
-}
-
-
 def _replayed(replay: TraceReplay | None) -> list[str]:
     if replay is None:
         return []
@@ -340,19 +348,6 @@ def _raise_file_limit() -> None:
     if soft != hard:
         with suppress(ValueError, OSError):  # some systems bound it below the hard limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-#: Changes when a key of the document changes its meaning or goes.
-VERSION = 1
-_SPREADS = {
-    "ttft": "TTFT",
-    "itl": "ITL",
-    "tpot": "TPOT",
-    "e2e": "End-to-end",
-    "queue_wait": "Client queue wait",
-    "server_ttft": "Server TTFT",
-    "server_e2e": "Server end-to-end",
-}
 
 
 def document(config: BenchConfig, result: BenchResult) -> dict[str, Any]:

@@ -21,6 +21,12 @@ from pigou.config import ConfigError
 from pigou.small_file import read_text
 from pigou.yaml_file import load_yaml
 
+_CHUNK = 1 << 18
+_TIMEOUT_S = 30.0
+_RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)")
+#: Called with bytes so far and in total (0 if unknown).
+Watch = Callable[[int, int], None]
+
 
 @dataclass(frozen=True, slots=True)
 class Listed:
@@ -59,14 +65,6 @@ def listed(name: str) -> Listed:
             return trace
     names = ", ".join(trace.name for trace in TRACES)
     raise ConfigError(f"trace is {name!r}; it must be one of: {names}")
-
-
-_CHUNK = 1 << 18
-_TIMEOUT_S = 30.0
-_RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)")
-
-#: Called with bytes so far and in total (0 if unknown).
-Watch = Callable[[int, int], None]
 
 
 class DownloadError(Exception):

@@ -14,6 +14,20 @@ from pigou.wire.sse import EventTooLong, Reader
 from pigou.workload.prompts import PromptJob
 from pigou.workload.token_counter import BrokenStream, Failure, SentRequest, Stream, TokenCounter
 
+# Servers close idle connections (uvicorn after 5 s); a request on one that is just being closed
+# would fail through no fault of the endpoint.
+_IDLE_SECONDS = 3.0
+#: Maximum bytes read of an error's body.
+_ERROR_BYTES = 4096
+_JSON = {"content-type": "application/json"}
+#: Bytes of an answer that is not streamed: the tokens of a text, a list of models, metrics.
+MAX_ANSWER = 64 * 2**20
+#: Bytes of a stream: a part for each token that was asked for, and what is told besides.
+_STREAM_BYTES, _TOKEN_BYTES = 2**20, 2**16
+_REFUSED = ("HTTP 400", "HTTP 422")
+_CARD_SECONDS = 30.0
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True)
 class ApiFlavour:
@@ -57,14 +71,6 @@ class ApiFlavour:
         named = [name for name in possible if name in refusal]
         changes = possible[named[0] if named else next(iter(possible))]
         return replace(self, **changes)
-
-
-# Servers close idle connections (uvicorn after 5 s); a request on one that is just being closed
-# would fail through no fault of the endpoint.
-_IDLE_SECONDS = 3.0
-#: Maximum bytes read of an error's body.
-_ERROR_BYTES = 4096
-_JSON = {"content-type": "application/json"}
 
 
 def open_session(api_key: str = "") -> aiohttp.ClientSession:
@@ -140,12 +146,6 @@ async def _check(reply: aiohttp.ClientResponse) -> None:
         )
 
 
-#: Bytes of an answer that is not streamed: the tokens of a text, a list of models, metrics.
-MAX_ANSWER = 64 * 2**20
-#: Bytes of a stream: a part for each token that was asked for, and what is told besides.
-_STREAM_BYTES, _TOKEN_BYTES = 2**20, 2**16
-
-
 class AnswerTooLong(aiohttp.ClientPayloadError):
     """An answer over the byte limit."""
 
@@ -176,11 +176,6 @@ async def read_start(reply: aiohttp.ClientResponse, max_bytes: int) -> bytes:
 def stream_bound(output: int) -> int:
     """Return the maximum bytes of a stream of `output` tokens."""
     return _STREAM_BYTES + _TOKEN_BYTES * max(1, output)
-
-
-_REFUSED = ("HTTP 400", "HTTP 422")
-_CARD_SECONDS = 30.0
-_T = TypeVar("_T")
 
 
 class EndpointError(Exception):

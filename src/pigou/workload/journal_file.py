@@ -61,6 +61,8 @@ _DECISIONS = {
     "choice": "route", "ahead": "queue", "retry_after": "shed", "worker": "recall",
     "assess": "assess",
 }  # fmt: skip
+#: Bytes of a line.
+_MAX_LINE = 256 << 20
 
 
 def decode_v1(line: bytes) -> JournalEntry:
@@ -118,10 +120,6 @@ def _finite(estimate: Any) -> Any:  # infinite parts were null
     except msgspec.ValidationError:
         return None
     return estimate
-
-
-#: Bytes of a line.
-_MAX_LINE = 256 << 20
 
 
 #: Reads a line that is no head, by the version of its run.

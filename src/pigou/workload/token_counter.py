@@ -15,6 +15,10 @@ from pigou.wire.sse import DONE_PAYLOAD
 #: What told how many tokens a chunk held: a running usage, a usage of each chunk's own, token ids,
 #: or nothing (one each).
 Counted = Literal["usage", "usage_per_chunk", "token_ids", "chunks"]
+#: Ends of a stream that are no result (vLLM ends an aborted request so, with status 200).
+_ABORTED = frozenset({"abort", "error"})
+#: A final count below the chunks with text by this factor is not the whole's.
+_DOUBT = 4
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,6 @@ class SentRequest:
     sent: int  # when the client began to send it
     asked_tokens: int  # output tokens asked for
     result: Stream | Failure  # the stream, or why there is none
-
-
-#: Ends of a stream that are no result (vLLM ends an aborted request so, with status 200).
-_ABORTED = frozenset({"abort", "error"})
-
-#: A final count below the chunks with text by this factor is not the whole's.
-_DOUBT = 4
 
 
 class _Details(msgspec.Struct):

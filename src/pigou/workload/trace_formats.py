@@ -26,6 +26,13 @@ from pigou.workload.trace import Trace, TraceSession, Turn, ordered, turn
 
 #: Tokens in a block where rows have blocks and do not say.
 _BLOCK = 16.0
+#: Bytes of a file of sessions.
+_MAX_SESSION = 1 << 30
+T = TypeVar("T")
+_LOG = "requests.jsonl"
+_SESSION = ("block_size", "requests", "id")
+_BOM = b"\xef\xbb\xbf"
+_BLOCK_IN_NAME = re.compile(r"blksz_(\d+)")
 
 
 class TraceRow(
@@ -145,17 +152,6 @@ def to_rows(trace: Trace) -> Iterator[TraceRow]:
 
 def _short(number: float) -> float:
     return int(number) if number == int(number) else number
-
-
-#: Bytes of a file of sessions.
-_MAX_SESSION = 1 << 30
-
-T = TypeVar("T")
-
-_LOG = "requests.jsonl"
-_SESSION = ("block_size", "requests", "id")
-_BOM = b"\xef\xbb\xbf"
-_BLOCK_IN_NAME = re.compile(r"blksz_(\d+)")
 
 
 def read_trace(path: str | Path, block: float = 0.0, unit: str = "") -> Trace:

@@ -45,6 +45,10 @@ _PART = re.compile(r"([\d.]+):(\d+)/(\d+)")
 _BLOCK = 16
 #: Scope of the block ids.
 _SCOPE = 2
+_CLIENT = ("pool", "take", "barging", "timeout", "retries", "backoff")
+_POOLED = ("take", "barging")
+_LENGTHS = ("in", "out", "templates")
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class LengthMix(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,13 +109,6 @@ def _tokens(name: str, text: str) -> int:
     if not text.isdecimal():
         raise ConfigError(f"mix: {name} is {text!r}; it must be a number of tokens")
     return int(text)
-
-
-_CLIENT = ("pool", "take", "barging", "timeout", "retries", "backoff")
-_POOLED = ("take", "barging")
-_LENGTHS = ("in", "out", "templates")
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 
 class _Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -31,6 +31,15 @@ from pigou.sim.pool_performance import measure_performance
 from pigou.sim.timing import RooflineTiming
 from pigou.sim.worker_spec import WorkerSpec
 
+#: Tokens of a block; batch up to which speeds are measured; shortest context that is measured.
+_BLOCK_TOKENS, _MEASURED_SEQS, _MIN_TOKENS = 16, 512, 128
+#: Workers of a `both` pool up to which each size is analysed; the limit of more is in proportion.
+_EXACT_SIZES = 4
+#: Steps of the TTFT objective in which the wait for a decode worker is counted.
+_JOINING_STEPS = 50
+#: Share of the decode pool's limit from which on a prefill pool's does not bound a fleet.
+_AMPLE = 0.98
+
 
 class WorkerKind(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that are alike."""
@@ -157,16 +166,6 @@ def _watts(pool: PlannedPool, figures: LoadFigures, mix: RequestMix, model: Arch
     step_s = max(figures.itl_s * (1.0 - prompts), 1e-9)
     watts += busy * power.decode_watts(read / step_s / (device.bandwidth * kind.tp))
     return (watts + max(1.0 - prompts - busy, 0.0) * power.idle_w) * pool.gpus
-
-
-#: Tokens of a block; batch up to which speeds are measured; shortest context that is measured.
-_BLOCK_TOKENS, _MEASURED_SEQS, _MIN_TOKENS = 16, 512, 128
-#: Workers of a `both` pool up to which each size is analysed; the limit of more is in proportion.
-_EXACT_SIZES = 4
-#: Steps of the TTFT objective in which the wait for a decode worker is counted.
-_JOINING_STEPS = 50
-#: Share of the decode pool's limit from which on a prefill pool's does not bound a fleet.
-_AMPLE = 0.98
 
 
 class Analysis:

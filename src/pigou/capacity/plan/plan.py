@@ -25,6 +25,30 @@ from pigou.request import SECOND
 from pigou.sim.network import LinkConfig
 from pigou.sim.setup import Setup, TierConfig
 
+#: Called with a stage, and the done of all simulations within it; 0 of 0 without any.
+Watch = Callable[[str, int, int], None]
+#: Configurations that the first, short simulations compare for each that is asked for.
+_FIRST_ROUND = 2
+#: Sizes of the pools of the same kinds of workers among them, where there are others.
+_PER_KIND = 2
+#: Multiples of the rate that fleets are then asked to hold, until one keeps the objective.
+_MARGINS = (1.25, 1.6, 2.2, 3.2, 4.5)
+#: Requests of the first and of the last simulations.
+_SHORT_REQUESTS, LONG_REQUESTS = 200, 600
+#: Lives of a request until a fleet is as full as it gets, and those that it stays full for the last
+#: that is measured: of the first simulations, which only choose, and of the last.
+_SHORT_LIVES, _LONG_LIVES = (1.0, 0.5), (1.2, 1.0)
+#: The longest life of a request that is waited for.
+_LIFE_S = 60.0
+#: Share by which a rate is lowered or raised between simulations of one configuration.
+_STEP = 0.12
+#: Simulations at most that look for the highest rate of a configuration.
+_RATES = 3
+#: Load of the first test, as a multiple of the plan's.
+OVERLOAD = 1.3
+#: Requests of a burst, in a row, and the percentile of their paces that is tried.
+_BURST, _BURST_PERCENTILE = 100, 99.0
+
 
 def shadow_prices(
     gpus: Mapping[str, int], analysis: Analysis, model: Architecture, kv_dtype: str,
@@ -67,27 +91,6 @@ def _limit_tok_s(
     """Return the most output tokens a second that GPUs hold inside the objective."""
     limits = (c.limit_rps for c in candidates(analysis, model, gpus, kv_dtypes))
     return max(limits, default=0.0) * analysis.demand.mix.osl
-
-
-#: Called with a stage, and the done of all simulations within it; 0 of 0 without any.
-Watch = Callable[[str, int, int], None]
-#: Configurations that the first, short simulations compare for each that is asked for.
-_FIRST_ROUND = 2
-#: Sizes of the pools of the same kinds of workers among them, where there are others.
-_PER_KIND = 2
-#: Multiples of the rate that fleets are then asked to hold, until one keeps the objective.
-_MARGINS = (1.25, 1.6, 2.2, 3.2, 4.5)
-#: Requests of the first and of the last simulations.
-_SHORT_REQUESTS, LONG_REQUESTS = 200, 600
-#: Lives of a request until a fleet is as full as it gets, and those that it stays full for the last
-#: that is measured: of the first simulations, which only choose, and of the last.
-_SHORT_LIVES, _LONG_LIVES = (1.0, 0.5), (1.2, 1.0)
-#: The longest life of a request that is waited for.
-_LIFE_S = 60.0
-#: Share by which a rate is lowered or raised between simulations of one configuration.
-_STEP = 0.12
-#: Simulations at most that look for the highest rate of a configuration.
-_RATES = 3
 
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -368,12 +371,6 @@ def _front(
         )
         (dominated if beaten else front).append(item)
     return front, dominated
-
-
-#: Load of the first test, as a multiple of the plan's.
-OVERLOAD = 1.3
-#: Requests of a burst, in a row, and the percentile of their paces that is tried.
-_BURST, _BURST_PERCENTILE = 100, 99.0
 
 
 @dataclass(frozen=True)

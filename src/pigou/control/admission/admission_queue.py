@@ -18,6 +18,17 @@ from pigou.request import SECOND
 
 #: Hard limit of the queue over its limit, which keeps room for the tenants' shares.
 _OVERFLOW = 2
+#: A tenant is active until this time after its last request came or ended, in nanoseconds.
+LINGERS = 10 * SECOND
+#: Maximum of requests shed for one newcomer.
+_MAX_SHED = 8
+_NOBODY: frozenset[str] = frozenset()
+#: Departures in the window.
+_WINDOW = 64
+#: Silence of so many mean gaps lowers the rate: gaps this long are rare (5% of Poisson's).
+_SILENCE = 3.0
+MIN_RETRY = SECOND
+MAX_RETRY = 60 * SECOND
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +143,6 @@ def _refusal(what: str, limit: int, total: int, own: int, asks: int, part: float
     return Refusal(f"the queue is full: {total} of {limit} {what}{several}", tenant=False)
 
 
-#: A tenant is active until this time after its last request came or ended, in nanoseconds.
-LINGERS = 10 * SECOND
-
-
 class TenantActivity:
     """Active tenants and their streams."""
 
@@ -205,11 +212,6 @@ class TenantActivity:
         """True if a tenant exceeds its share of streams, and others are active."""
         part = self.part(tenant, weight)
         return part < 1.0 and self._streams[tenant] > part * self._total
-
-
-#: Maximum of requests shed for one newcomer.
-_MAX_SHED = 8
-_NOBODY: frozenset[str] = frozenset()
 
 
 class AdmissionQueue:
@@ -356,14 +358,6 @@ class AdmissionQueue:
         self._returns -= 1
         if not heap:
             del self._limited[waiting.limits]
-
-
-#: Departures in the window.
-_WINDOW = 64
-#: Silence of so many mean gaps lowers the rate: gaps this long are rare (5% of Poisson's).
-_SILENCE = 3.0
-MIN_RETRY = SECOND
-MAX_RETRY = 60 * SECOND
 
 
 class DrainRate:

@@ -23,6 +23,10 @@ _WITHIN: dict[str, Callable[[QueuedRequest], Any]] = {
     "priority": lambda waiting: waiting.request.priority,
     "edf": lambda waiting: waiting.request.deadline,
 }
+#: Bands that have counters; with more, the one that was idle longest begins anew.
+_MAX_BANDS = 64
+#: Of priorities on the wire.
+_HIGHEST = 2**31 - 1
 
 
 class FairParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -235,12 +239,6 @@ class Fair(QueueOrder):
             for name, tenant in self._tenants.items()
             if tenant.queue or tenant.counter > floor or name in self._elsewhere
         }
-
-
-#: Bands that have counters; with more, the one that was idle longest begins anew.
-_MAX_BANDS = 64
-#: Of priorities on the wire.
-_HIGHEST = 2**31 - 1
 
 
 class PriorityFair(QueueOrder):

@@ -15,6 +15,9 @@ from pigou.request import NEVER, SECOND, Request
 GROUP = "pigou.admission"
 #: The key of `ControlConfig.admission` that names the order; the others are its parameters.
 NAME = "order"
+_MILLISECOND = SECOND // 1000
+#: The workers that a request excludes, and those among which it must be; empty for all.
+WorkerLimits: TypeAlias = tuple[frozenset[str], frozenset[str]]
 
 
 class NoOrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -39,9 +42,6 @@ def load(chosen: Mapping[str, Any]) -> QueueOrder:
 
 def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
-
-
-_MILLISECOND = SECOND // 1000
 
 
 class QueueOrder:
@@ -180,10 +180,6 @@ class Edf(QueueOrder):
 
     def _patience(self, waiting: QueuedRequest) -> int:
         return waiting.since + int(self.params.patience_ms) * _MILLISECOND
-
-
-#: The workers that a request excludes, and those among which it must be; empty for all.
-WorkerLimits: TypeAlias = tuple[frozenset[str], frozenset[str]]
 
 
 class QueuedRequest(msgspec.Struct, eq=False):

@@ -22,6 +22,22 @@ Counts = NDArray[np.int64]
 #: Milliseconds of pending prompts after which no more are sent, where an order holds back.
 PREFILL_AHEAD_MS = 50
 _MILLISECONDS = 1000.0
+_PRIOR = Estimates.prior(1)
+#: Streams of a worker before its first report.
+FIRST_LIMIT = 32.0
+_LESS = 0.7
+_MORE = 1.0 / 16.0
+#: The sequences of one request may make a step of a worker this many times as long as one alone.
+MAX_SLOWDOWN = 2.0
+#: They take at least and at most these parts of a worker's streams.
+MIN_PART, MAX_PART = 1.0 / 64.0, 1.0 / 2.0
+#: Part of each worker's streams and tokens that further sequences leave to other requests.
+RESERVE = 1.0 / 8.0
+#: No further sequence is sent while all workers have prompts for more than this many seconds.
+AHEAD_S = 0.05
+#: Streams of a worker that has no limit, as far as these bounds go.
+UNLIMITED = 256
+_LOADS = 2.0 ** np.arange(0, 11)
 
 
 class _StreamTokens(msgspec.Struct):
@@ -201,9 +217,6 @@ class WorkerCapacity:
         return pending
 
 
-_PRIOR = Estimates.prior(1)
-
-
 def fastest_ttft_s(request: Request, fleet: FleetView) -> float:
     """Return the minimum seconds to the first token over workers; 0 while unknown."""
     known, prior = fleet.estimates, _PRIOR
@@ -221,12 +234,6 @@ def _need(request: Request, fleet: FleetView) -> Counts:
     output = int(fleet.output) * request.sequences
     tokens: Counts = request.prompt - fleet.resident(request.prompt) + output
     return tokens
-
-
-#: Streams of a worker before its first report.
-FIRST_LIMIT = 32.0
-_LESS = 0.7
-_MORE = 1.0 / 16.0
 
 
 class ConcurrencyLimit:
@@ -262,19 +269,6 @@ class ConcurrencyLimit:
         """Forget a worker."""
         self._limits.pop(worker, None)
         self._fell.discard(worker)
-
-
-#: The sequences of one request may make a step of a worker this many times as long as one alone.
-MAX_SLOWDOWN = 2.0
-#: They take at least and at most these parts of a worker's streams.
-MIN_PART, MAX_PART = 1.0 / 64.0, 1.0 / 2.0
-#: Part of each worker's streams and tokens that further sequences leave to other requests.
-RESERVE = 1.0 / 8.0
-#: No further sequence is sent while all workers have prompts for more than this many seconds.
-AHEAD_S = 0.05
-#: Streams of a worker that has no limit, as far as these bounds go.
-UNLIMITED = 256
-_LOADS = 2.0 ** np.arange(0, 11)
 
 
 def _max_per_worker(known: Estimates, streams: NDArray[np.int64]) -> NDArray[np.int64]:

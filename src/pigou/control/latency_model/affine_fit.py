@@ -25,6 +25,16 @@ ENERGY, TRUST, MEDIAN, SLOPE, BASE, PAIR = range(6)
 #: Columns of the sums of least squares.
 _SIZE, _ONE, _PAIRS = range(3)
 _MIN_MEDIAN, _FIRST_MEDIAN = 1e-3, 0.25
+#: Tokens of the two fetches that are assumed before the first, as long as `PRIOR_FETCH` says.
+_PRIOR_TOKENS = (16.0, 4096.0)
+#: Observations that count half.
+_HALF_LIFE = 32.0
+#: An observation counts as if it took at most so many times what was expected.
+_MAX_RATIO = 8.0
+#: Nanoseconds without an observation after which the prior is added again.
+_FORGIVE_NS = 60 * SECOND
+#: Seconds that a fetch takes at least.
+_MIN_FETCH_S = 1e-5
 
 
 class AffineFit:
@@ -121,18 +131,6 @@ def _solve(gram: Numbers, moment: Numbers, sums: Numbers, scratch: Numbers) -> N
         if criterion < lowest and (last < _PAIRS or best[_PAIRS, _SIZE] > 0.0):
             taken, lowest = last, criterion
     sums[SLOPE], sums[BASE], sums[PAIR] = best[taken, _SIZE], best[taken, _ONE], best[taken, _PAIRS]
-
-
-#: Tokens of the two fetches that are assumed before the first, as long as `PRIOR_FETCH` says.
-_PRIOR_TOKENS = (16.0, 4096.0)
-#: Observations that count half.
-_HALF_LIFE = 32.0
-#: An observation counts as if it took at most so many times what was expected.
-_MAX_RATIO = 8.0
-#: Nanoseconds without an observation after which the prior is added again.
-_FORGIVE_NS = 60 * SECOND
-#: Seconds that a fetch takes at least.
-_MIN_FETCH_S = 1e-5
 
 
 class FetchFit:

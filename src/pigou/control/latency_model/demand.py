@@ -24,6 +24,15 @@ MAX_BUSY = 0.95
 _VARIANCE_HALF_LIFE = 512.0
 #: Gaps before which their variance is unknown.
 _MIN_GAPS = 16
+#: Prompts that count half: a variance needs many.
+_PROMPT_HALF_LIFE = 512.0
+#: Prompts before which their variance is unknown.
+_MIN_PROMPTS = 16
+#: Samples of streams that count half.
+_CONTEXT_HALF_LIFE = 128.0
+#: Outputs that the expected output is a mean over, and its first value in tokens.
+_OUTPUTS = 64.0
+_FIRST_OUTPUT = 128.0
 
 
 class FleetRate:
@@ -78,17 +87,6 @@ def decay_rates(
         age = max(0, now - rated_at[w]) / SECOND / RATE_S
         arrivals[w] = rate[w] * math.exp(-age)
         busy[w] = min(MAX_BUSY, arrivals[w] * service_s[w])
-
-
-#: Prompts that count half: a variance needs many.
-_PROMPT_HALF_LIFE = 512.0
-#: Prompts before which their variance is unknown.
-_MIN_PROMPTS = 16
-#: Samples of streams that count half.
-_CONTEXT_HALF_LIFE = 128.0
-#: Outputs that the expected output is a mean over, and its first value in tokens.
-_OUTPUTS = 64.0
-_FIRST_OUTPUT = 128.0
 
 
 class PromptSizes:

@@ -26,6 +26,18 @@ _MIN_SAMPLE_S = 0.25
 _MIN_SAMPLE_TOKENS = 4
 #: Samples of one worker that may be pending until a prompt ends; the oldest is given up.
 _MAX_PENDING = 1024
+Numbers: TypeAlias = NDArray[np.float64]
+#: Rows of samples, (7, samples): fields of `ThroughputSample`.
+STREAMS, CONTEXT, ITL, STEPS, PROMPTS, PROMPT_TOKENS, WORKER = range(7)
+#: Rows of decode-only samples, (3, samples): the ITL without prompts; what it tells, above 0 and at
+#: most 1; and the ITL of a worker whose factor is 1.
+DECODE_ITL, TRUST, COMMON_ITL = range(3)
+#: At least this share of a step is for the streams.
+_MIN_DECODE_SHARE = 0.1
+#: What a sample tells at least, against one without prompts.
+_MIN_TRUST = 1e-6
+#: Least seconds between tokens by a law.
+_MIN_ITL_S = 1e-9
 
 
 @dataclass(slots=True)
@@ -155,21 +167,6 @@ class ThroughputSampler:
                 sample.row = row  # workers may have left since
                 yield sample
             del pending[: max(ready, len(pending) - _MAX_PENDING)]
-
-
-Numbers: TypeAlias = NDArray[np.float64]
-
-#: Rows of samples, (7, samples): fields of `ThroughputSample`.
-STREAMS, CONTEXT, ITL, STEPS, PROMPTS, PROMPT_TOKENS, WORKER = range(7)
-#: Rows of decode-only samples, (3, samples): the ITL without prompts; what it tells, above 0 and at
-#: most 1; and the ITL of a worker whose factor is 1.
-DECODE_ITL, TRUST, COMMON_ITL = range(3)
-#: At least this share of a step is for the streams.
-_MIN_DECODE_SHARE = 0.1
-#: What a sample tells at least, against one without prompts.
-_MIN_TRUST = 1e-6
-#: Least seconds between tokens by a law.
-_MIN_ITL_S = 1e-9
 
 
 def sample_table(samples: Sequence[ThroughputSample]) -> Numbers:

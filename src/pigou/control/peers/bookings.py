@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from pigou.request import SECOND, BlockKeys
 
 Counts = NDArray[np.int64]
+#: Weight of the last request in the mean booked times.
+_BOOKED_KEEP = 1.0 / 64.0
 
 
 class WorkerBookings(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -59,8 +61,6 @@ _PARTS = tuple(
 )
 #: Numbers that count prompts to be computed, shape (numbers of `BOOKED`,).
 _OF_PROMPTS = np.array([name.startswith(("prefill", "background", "pending")) for name in BOOKED])
-#: Weight of the last request in the mean booked times.
-_BOOKED_KEEP = 1.0 / 64.0
 
 
 class TenantService(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -29,6 +29,14 @@ BUFFERED = 256
 _PROMPTS = 256
 #: Maximum interval of messages: silence means that a gateway is gone.
 HEARTBEAT_NS = SECOND
+#: Silence after which a gateway counts as gone.
+LEASE_NS = 5 * SECOND
+#: Nanoseconds after which missing messages are asked for again.
+_RETRY_NS = SECOND // 2
+#: Lags after which an answer is overdue.
+_LAGS = 3
+#: Other gateways that are listened to.
+MAX_PEERS = 64
 
 
 class PeerPublisher:
@@ -118,16 +126,6 @@ def own_bookings(plane: ControlPlane) -> Counts:
     sent = plane.tracker.sent_prompts
     matrix[SENT] = [sent.get(worker, 0) for worker in state.ids]
     return matrix
-
-
-#: Silence after which a gateway counts as gone.
-LEASE_NS = 5 * SECOND
-#: Nanoseconds after which missing messages are asked for again.
-_RETRY_NS = SECOND // 2
-#: Lags after which an answer is overdue.
-_LAGS = 3
-#: Other gateways that are listened to.
-MAX_PEERS = 64
 
 
 @dataclass(slots=True)

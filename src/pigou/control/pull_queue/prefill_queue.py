@@ -22,6 +22,10 @@ from pigou.control.pull_queue.claim_price import (
 from pigou.control.pull_queue.config import PullQueueConfig
 from pigou.request import NEVER, SECOND
 
+_order = attrgetter("order")
+#: A prompt that is delivered again sooner was not begun: its worker gave it back unanswered.
+_MIN_ATTEMPT_NS = SECOND // 10
+
 
 class PrefillItem(msgspec.Struct, frozen=True):
     """A prompt waiting for a prefill worker."""
@@ -94,11 +98,6 @@ class _Entry(msgspec.Struct, eq=False):
     def order(self) -> tuple[int, int, int]:
         """Sort key: priority, arrival, and order of arrival."""
         return self.item.priority, self.item.arrival_ns, self.number
-
-
-_order = attrgetter("order")
-#: A prompt that is delivered again sooner was not begun: its worker gave it back unanswered.
-_MIN_ATTEMPT_NS = SECOND // 10
 
 
 class PrefillQueue:

@@ -21,6 +21,8 @@ _MAX_WEIGHT = 1e9
 
 RequestView: TypeAlias = Request
 Costs: TypeAlias = NDArray[np.float64]
+#: Parts of a cost by name, each of shape (candidates,).
+CostParts: TypeAlias = Mapping[str, Costs]
 
 
 class RoutingPolicy(Protocol):
@@ -61,10 +63,6 @@ class CostTable(Mapping[str, Costs]):
 
     def __len__(self) -> int:
         return len(self.names)
-
-
-#: Parts of a cost by name, each of shape (candidates,).
-CostParts: TypeAlias = Mapping[str, Costs]
 
 
 def total(parts: CostParts, count: int) -> Costs:

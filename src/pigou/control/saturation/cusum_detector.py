@@ -38,6 +38,8 @@ _TAIL = 0.05
 _DOUBTED = 0.25
 #: Certainly unqueued observations that make the others needless.
 _ENOUGH = 8.0
+#: Mean overshoot of both ends of a discrete cumulative sum (Siegmund 1985): 2 x 0.583.
+OVERSHOOT = 1.166
 
 
 class UnloadedLaw:
@@ -275,10 +277,6 @@ class LongRunVariance:
         off = mean - self._mean
         self._mean += share * off
         self.value += share * (_BATCH * off * off * (1.0 - share) - self.value)
-
-
-#: Mean overshoot of both ends of a discrete cumulative sum (Siegmund 1985): 2 x 0.583.
-OVERSHOOT = 1.166
 
 
 def cusum_threshold(arl: float, shift: float) -> float:

@@ -20,6 +20,24 @@ CACHE, KEYS = "/var/cache/huggingface", "/etc/pigou/keys"
 OWN_VOLUMES, OWN_MOUNTS = ("shm", "models", "keys"), ("/dev/shm", CACHE, KEYS)
 #: An object of Kubernetes' API whose fields the API server checks.
 KubernetesObject = dict[str, Any]
+_LABEL = "[a-z]([-a-z0-9]{0,28}[a-z0-9])?"
+#: Options that pods are given, and the fields that set them; probes and gateways rely on others.
+_OWN_OPTIONS = {
+    "--served-model-name": "name", "--model": "model", "--role": "role",
+    "--drain": "drainSeconds", "--device": "gpusPerReplica", "--nnodes": "hostsPerReplica",
+    **dict.fromkeys(("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp",
+                     "--data-parallel-size", "-dp"), "parallelism"),
+    **dict.fromkeys(("--host", "--port", "--registry", "--worker-id", "--advertise", "--headless",
+                     "--deployment-version", "--node-rank", "--master-addr"), ""),
+}  # fmt: skip
+_QUANTITY = "[0-9]+(Ki|Mi|Gi|Ti)"
+FleetName = Annotated[str, Meta(pattern=f"^{_LABEL}$")]
+ModelName = Annotated[str, Meta(pattern="^[!-~]+$", max_length=200)]
+Quantity = Annotated[str, Meta(pattern=f"^{_QUANTITY}$")]
+Positive = Annotated[int, Meta(ge=1, le=10_000)]
+Count = Annotated[int, Meta(ge=0, le=10_000)]
+Seconds = Annotated[float, Meta(gt=0)]
+PoolRole = Literal["prefill", "decode", "both"]
 
 
 class Typed(
@@ -133,26 +151,6 @@ def check_pod(pod: PodFields, where: str, own_resources: Mapping[str, str]) -> N
                     f"{where}.{field}: {key} is {item.get(key)!r}; give one other than "
                     f"{', '.join(own_names)}, which the operator uses"
                 )
-
-
-_LABEL = "[a-z]([-a-z0-9]{0,28}[a-z0-9])?"
-#: Options that pods are given, and the fields that set them; probes and gateways rely on others.
-_OWN_OPTIONS = {
-    "--served-model-name": "name", "--model": "model", "--role": "role",
-    "--drain": "drainSeconds", "--device": "gpusPerReplica", "--nnodes": "hostsPerReplica",
-    **dict.fromkeys(("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp",
-                     "--data-parallel-size", "-dp"), "parallelism"),
-    **dict.fromkeys(("--host", "--port", "--registry", "--worker-id", "--advertise", "--headless",
-                     "--deployment-version", "--node-rank", "--master-addr"), ""),
-}  # fmt: skip
-_QUANTITY = "[0-9]+(Ki|Mi|Gi|Ti)"
-FleetName = Annotated[str, Meta(pattern=f"^{_LABEL}$")]
-ModelName = Annotated[str, Meta(pattern="^[!-~]+$", max_length=200)]
-Quantity = Annotated[str, Meta(pattern=f"^{_QUANTITY}$")]
-Positive = Annotated[int, Meta(ge=1, le=10_000)]
-Count = Annotated[int, Meta(ge=0, le=10_000)]
-Seconds = Annotated[float, Meta(gt=0)]
-PoolRole = Literal["prefill", "decode", "both"]
 
 
 class Parallelism(Typed, frozen=True):

@@ -40,6 +40,8 @@ _LINE, _TOKEN = 4 << 20, 1 << 20
 _MERGE = "application/merge-patch+json"
 #: An unknown field is an error of the write.
 _STRICT = {"fieldValidation": "Strict"}
+#: Where a pod finds its service account.
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 class KubernetesError(Exception):
@@ -93,10 +95,6 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True):
         except (OSError, ValueError) as error:
             raise ConfigError(f"certificates of {self.server} cannot be read: {error}") from error
         return context
-
-
-#: Where a pod finds its service account.
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 def account_api(server: str = "", call_s: float = _CALL_S) -> KubernetesApi:

@@ -33,6 +33,9 @@ _log = logging.getLogger("pigou.fleet")
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 #: Retries of a write after a conflict.
 _TRIES = 5
+#: Seconds between two reads of the pools.
+_POLL_S = 2.0
+_NOT_READY = "its pod is not ready yet"
 
 
 class ScaledPool(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,11 +148,6 @@ def _is_unschedulable(pod: Manifest) -> bool:
         condition.get("type") == "PodScheduled" and condition.get("reason") == "Unschedulable"
         for condition in (pod.get("status") or {}).get("conditions") or ()
     )
-
-
-#: Seconds between two reads of the pools.
-_POLL_S = 2.0
-_NOT_READY = "its pod is not ready yet"
 
 
 class PendingPods:

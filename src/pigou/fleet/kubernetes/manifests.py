@@ -51,6 +51,16 @@ while time.monotonic() < end:
         break
     time.sleep(1)
 """
+_LWS, _GROVE = (
+    "$(LWS_LEADER_ADDRESS)",
+    "$(GROVE_PCS_NAME)-$(GROVE_PCS_INDEX)-leader-0.$(GROVE_HEADLESS_SERVICE)",
+)
+#: Annotation of what the operator keeps as it is: the digest of the specification it wrote.
+DIGEST = "pigou.dev/spec-digest"
+#: Seconds that a worker is ready before old ones go: gateways know it by then.
+_KNOWN_S = 10
+#: Letters of a workload's name: those of its pods and revisions, at most 63, are longer.
+_NAME_LETTERS = 46
 
 
 class GangHost(msgspec.Struct, frozen=True):
@@ -61,10 +71,6 @@ class GangHost(msgspec.Struct, frozen=True):
     shell: bool = False  # whether a shell computes the rank
 
 
-_LWS, _GROVE = (
-    "$(LWS_LEADER_ADDRESS)",
-    "$(GROVE_PCS_NAME)-$(GROVE_PCS_INDEX)-leader-0.$(GROVE_HEADLESS_SERVICE)",
-)
 #: A leader binds sockets to its address, for which ZMQ takes no name.
 _LEADER = GangHost("$(POD_IP)", "0")
 #: Leader and further hosts of a LeaderWorkerSet, and of a PodCliqueSet with cliques of these names.
@@ -265,14 +271,6 @@ def _probe(path: str, port: int, failures: int) -> Manifest:
         "httpGet": {"path": path, "port": port}, "periodSeconds": _PROBE_S, "timeoutSeconds": 5,
         "failureThreshold": failures,
     }  # fmt: skip
-
-
-#: Annotation of what the operator keeps as it is: the digest of the specification it wrote.
-DIGEST = "pigou.dev/spec-digest"
-#: Seconds that a worker is ready before old ones go: gateways know it by then.
-_KNOWN_S = 10
-#: Letters of a workload's name: those of its pods and revisions, at most 63, are longer.
-_NAME_LETTERS = 46
 
 
 class FleetObjects:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _SUBJECT = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _GROUP = "Peers"
+#: Seconds between reconnects.
+_RETRY_S = 0.5
 
 
 class PeersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -50,10 +52,6 @@ class PeersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Return the address of the servers, where there are any. Raises ConfigError."""
         urls = [url.strip() for url in self.peers.split(",") if url.strip()]
         return NatsAddress.parse(urls, "peers")
-
-
-#: Seconds between reconnects.
-_RETRY_S = 0.5
 
 
 class BusError(ConnectionError):

@@ -31,6 +31,13 @@ _USE = "gateway-peers"
 _TAG, _TIME = 32, 8
 #: Milliseconds by which the clocks of two hosts may differ; older messages are repetitions.
 MAX_SKEW_MS = 60_000
+_log = logging.getLogger("pigou.fleet")
+#: Seconds between two messages with changes, and between two looks at who fell silent.
+PUBLISH_S, LOOK_S = 0.02, 0.1
+#: Timeout in seconds for stopping the exchange.
+_END_S = 1.0
+#: Between tries to reach the bus.
+_BACKOFF = ReconnectBackoff(min_s=0.25, max_s=7.5, jitter=1.0)
 
 
 class PeerEnvelopeError(ValueError):
@@ -79,16 +86,6 @@ def _array(_: Any, value: Any) -> Any:
     if not isinstance(value, bytes) or len(value) % 8:
         raise ValueError("keys are not 64-bit words")
     return np.frombuffer(value, dtype="<u8").astype(np.uint64)
-
-
-_log = logging.getLogger("pigou.fleet")
-
-#: Seconds between two messages with changes, and between two looks at who fell silent.
-PUBLISH_S, LOOK_S = 0.02, 0.1
-#: Timeout in seconds for stopping the exchange.
-_END_S = 1.0
-#: Between tries to reach the bus.
-_BACKOFF = ReconnectBackoff(min_s=0.25, max_s=7.5, jitter=1.0)
 
 
 class PeerExchange:

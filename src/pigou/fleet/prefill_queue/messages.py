@@ -17,6 +17,10 @@ from pigou.wire.names import QueueNames
 
 _Kind = TypeVar("_Kind", bound=msgspec.Struct)
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+#: Use of the fleet secret whose key signs messages; the signature of who knows no secret.
+_USE, _UNSIGNED = "prefill-queue", bytes(32)
+#: Last parts of a gateway's subjects: questions, offers, signs of life.
+CLAIM, OFFER, ALIVE = "claim", "offer", "alive"
 
 
 class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -113,10 +117,6 @@ class WorkerAlive(msgspec.Struct, frozen=True):
     request: str = ""
 
 
-#: Use of the fleet secret whose key signs messages; the signature of who knows no secret.
-_USE, _UNSIGNED = "prefill-queue", bytes(32)
-
-
 class MessageSigner:
     """Signs prefill messages with the fleet secret; they are not encrypted, so use TLS."""
 
@@ -136,10 +136,6 @@ class MessageSigner:
         if not (self._secret is None or is_open or self._secret.verifies(_USE, data, signature)):
             raise msgspec.DecodeError("a message of another fleet")
         return msgspec.msgpack.decode(data, type=kind)
-
-
-#: Last parts of a gateway's subjects: questions, offers, signs of life.
-CLAIM, OFFER, ALIVE = "claim", "offer", "alive"
 
 
 class PullingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -43,6 +43,8 @@ ComputePrompt: TypeAlias = Callable[[QueuedPrefill], Awaitable[tuple[int, bytes]
 _ANSWER_S, _RETRY_S = 2.0, 0.2
 #: Seconds of one pull, after which the connection is looked at again.
 _PULL_S = 1.0
+#: Timeout in seconds for stopping the puller.
+_END_S = 1.0
 
 
 class PrefillPuller:
@@ -174,10 +176,6 @@ class PrefillPuller:
                 await self._broker.client.publish(
                     subject, self._signer.sign(WorkerAlive(self._worker, prompt.request))
                 )
-
-
-#: Timeout in seconds for stopping the puller.
-_END_S = 1.0
 
 
 class PullingWorker:

@@ -21,6 +21,16 @@ from pigou.placement.topology import Node
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.names import url_host
 
+#: Seconds between liveness checks of a starting node.
+_LOOK_S = 1.0
+#: Seconds beyond a drain for an actor to report its process's exit.
+_ANSWER_S = 5.0
+_log = logging.getLogger("pigou.fleet")
+#: Seconds that a placement group may take: its nodes were free a moment ago.
+_RESERVE_S = 20.0
+#: Labels that Ray itself gives to nodes.
+_NODE_ID, _ZONE, _KIND = "ray.io/node-id", "ray.io/availability-zone", "ray.io/accelerator-type"
+
 
 class WorkerActor:
     """Runs `pigou worker` on its node, one process at a time; tokens never pass through it."""
@@ -62,12 +72,6 @@ class WorkerActor:
     async def pids(self) -> tuple[int, int]:
         """Return the process ids of the actor and of the worker; 0 for none."""
         return os.getpid(), 0 if self._process is None else self._process.pid
-
-
-#: Seconds between liveness checks of a starting node.
-_LOOK_S = 1.0
-#: Seconds beyond a drain for an actor to report its process's exit.
-_ANSWER_S = 5.0
 
 
 class RayProcess:
@@ -135,14 +139,6 @@ class RayProcess:
                 await self._cluster.call(self._bundle, "stop", drain_s)
                 return
         self._cluster.end_actor(self._bundle)
-
-
-_log = logging.getLogger("pigou.fleet")
-
-#: Seconds that a placement group may take: its nodes were free a moment ago.
-_RESERVE_S = 20.0
-#: Labels that Ray itself gives to nodes.
-_NODE_ID, _ZONE, _KIND = "ray.io/node-id", "ray.io/availability-zone", "ray.io/accelerator-type"
 
 
 @dataclass(slots=True, eq=False)

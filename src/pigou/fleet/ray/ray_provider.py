@@ -30,6 +30,8 @@ from pigou.request import Location, Role
 _log = logging.getLogger("pigou.fleet")
 
 _GANG = "fleet"
+#: Workers of a cluster that a planner may have by default.
+_ROOM = 16
 
 
 class Placer:
@@ -130,10 +132,6 @@ class Placer:
                     for id in ids[:1]:
                         del self._lost[id]
                         self._replicas[id] = replica
-
-
-#: Workers of a cluster that a planner may have by default.
-_ROOM = 16
 
 
 class RayProvider(LocalProvider):

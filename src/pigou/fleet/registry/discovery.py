@@ -18,6 +18,10 @@ from pigou.fleet.registry.registry import Registry
 from pigou.gateway.fleet_status import RegistryStatus
 from pigou.request import SECOND
 
+_log = logging.getLogger("pigou.registry")
+#: Seconds that a snapshot may take, and before a watch that ended is begun again.
+_RELIST_S, _WATCH_AGAIN_S = 5.0, 1.0
+
 
 class ViewConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How a gateway reads the registry; all in seconds."""
@@ -214,12 +218,6 @@ class RegistryView:
     def _depart(self, known: _Known, why: str) -> WorkerDeparted:
         del self._known[known.entry.identity]
         return WorkerDeparted(known.entry.identity, why)
-
-
-_log = logging.getLogger("pigou.registry")
-
-#: Seconds that a snapshot may take, and before a watch that ended is begun again.
-_RELIST_S, _WATCH_AGAIN_S = 5.0, 1.0
 
 
 class Discovery:

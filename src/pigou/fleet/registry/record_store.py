@@ -12,6 +12,9 @@ import msgspec
 
 from pigou.request import SECOND
 
+#: Seconds between two looks for leases that have ended.
+_LOOK_S = 0.25
+
 
 class Record(msgspec.Struct, frozen=True):
     """One record of a store."""
@@ -66,8 +69,6 @@ class RecordStore(Protocol):
         ...
 
 
-#: Seconds between two looks for leases that have ended.
-_LOOK_S = 0.25
 #: Stores of this process, by name.
 _SHARED: dict[str, MemoryStore] = {}
 

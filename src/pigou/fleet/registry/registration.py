@@ -31,6 +31,9 @@ from pigou.wire.names import advertised, deployment_version, reachable, url_host
 _GROUP = "Registry"
 #: Labels that are fields of a topology.
 _FIELDS = ("host", "rack", "zone")
+_log = logging.getLogger("pigou.registry")
+#: Seconds that a call may take, at most; of a short lease a fourth.
+_CALL_S = 5.0
 
 
 class RegistrationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -146,12 +149,6 @@ class LeaseKeeper:
         self.lapses += self.registered
         self.registered = False
         self._due_ns = now + round(self._backoff.min_s * SECOND * self._rng.random())
-
-
-_log = logging.getLogger("pigou.registry")
-
-#: Seconds that a call may take, at most; of a short lease a fourth.
-_CALL_S = 5.0
 
 
 class Registration:

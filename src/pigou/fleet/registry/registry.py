@@ -32,6 +32,13 @@ _MAX_KINDS = 32
 
 
 _Write = Callable[[Record | None, WorkerEntry | None], Awaitable[WorkerEntry]]
+#: Forms of the URL, for messages.
+FORMS = (
+    "memory://NAME, file:///FOLDER, etcd://HOST:PORT/PREFIX, nats://HOST:PORT[/BUCKET] "
+    "(or tls://), or k8s://NAMESPACE?selector=LABELS"
+)
+#: Scheme -> extra that its client is in.
+_EXTRAS = {"etcd": "etcd", "nats": "nats", "tls": "nats"}
 
 
 class EntryConflict(RuntimeError):
@@ -183,15 +190,6 @@ def _check_incarnation(current: WorkerEntry, entry: WorkerEntry) -> None:
             f"{current.identity} at {current.url} is registered, and its lease runs; "
             f"{entry.identity} needs another --worker-id, or waits for its end"
         )
-
-
-#: Forms of the URL, for messages.
-FORMS = (
-    "memory://NAME, file:///FOLDER, etcd://HOST:PORT/PREFIX, nats://HOST:PORT[/BUCKET] "
-    "(or tls://), or k8s://NAMESPACE?selector=LABELS"
-)
-#: Scheme -> extra that its client is in.
-_EXTRAS = {"etcd": "etcd", "nats": "nats", "tls": "nats"}
 
 
 def open_registry(url: str, secret: FleetSecret | None = None) -> Registry:

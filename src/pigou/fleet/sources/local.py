@@ -22,6 +22,15 @@ from pigou.imports import require
 from pigou.kv.tier_config import uri_below
 from pigou.request import Role
 
+#: Simulated (sleeping) workers per core.
+_SLEEPERS = 4
+#: Seconds that the process of a worker that was let go is given to end.
+_LEAVE_S = 2.0
+#: The same for one of a fleet that ends: its requests have ended or were cut off.
+_END_S = 8.0
+#: Starts the process of a member with these arguments of `pigou worker`.
+StartProcess: TypeAlias = Callable[[Member, Sequence[str]], Awaitable[MemberProcess]]
+
 
 class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
     """What further workers of a local fleet are made from."""
@@ -121,10 +130,6 @@ def threads_each(workers: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // max(1, workers))
 
 
-#: Simulated (sleeping) workers per core.
-_SLEEPERS = 4
-
-
 def machine_room(templates: Sequence[WorkerTemplate]) -> int:
     """Return how many workers this machine has cores and GPUs for; sleepers share a core."""
     cores = len(os.sched_getaffinity(0))
@@ -141,15 +146,6 @@ def threads_of(arguments: Sequence[str]) -> int:
     given = [value for name, value in pairwise(arguments) if name == "--threads"]
     given += [text.partition("=")[2] for text in arguments if text.startswith("--threads=")]
     return max(int(given[-1]), 1) if given and given[-1].isdecimal() else 1
-
-
-#: Seconds that the process of a worker that was let go is given to end.
-_LEAVE_S = 2.0
-#: The same for one of a fleet that ends: its requests have ended or were cut off.
-_END_S = 8.0
-
-#: Starts the process of a member with these arguments of `pigou worker`.
-StartProcess: TypeAlias = Callable[[Member, Sequence[str]], Awaitable[MemberProcess]]
 
 
 async def _start_here(member: Member, arguments: Sequence[str]) -> MemberProcess:

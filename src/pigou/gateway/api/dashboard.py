@@ -27,6 +27,25 @@ from pigou.wire.errors import bad_request
 STEP_S, MAX_SAMPLES, MAX_EVENTS = 2.0, 900, 200
 _REGIMES = ("below", "transition", "saturated")
 _WORK = ("/v1/completions", "/v1/chat/completions", "other")
+#: By path: file and media type.
+ASSETS = {
+    "/": ("page.html", "text/html"),
+    "/static/page.css": ("page.css", "text/css"),
+    "/static/page.js": ("page.js", "text/javascript"),
+    "/static/plan.js": ("plan.js", "text/javascript"),
+    "/static/costs.js": ("costs.js", "text/javascript"),
+    "/static/traces.js": ("traces.js", "text/javascript"),
+    "/static/diagnosis.js": ("diagnosis.js", "text/javascript"),
+    "/static/chat.js": ("chat.js", "text/javascript"),
+    "/static/charts.js": ("charts.js", "text/javascript"),
+    "/static/uplot.js": ("uplot.js", "text/javascript"),
+    "/static/uplot.css": ("uplot.css", "text/css"),
+}
+#: The page needs nothing from elsewhere, runs no script within itself, and nobody frames it.
+_POLICY = (
+    "default-src 'none'; connect-src 'self'; script-src 'self'; style-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -164,27 +183,6 @@ def buckets(families: Iterable[Metric]) -> dict[float, float]:
         for sample in family.samples
         if sample.name.endswith("_bucket")
     }
-
-
-#: By path: file and media type.
-ASSETS = {
-    "/": ("page.html", "text/html"),
-    "/static/page.css": ("page.css", "text/css"),
-    "/static/page.js": ("page.js", "text/javascript"),
-    "/static/plan.js": ("plan.js", "text/javascript"),
-    "/static/costs.js": ("costs.js", "text/javascript"),
-    "/static/traces.js": ("traces.js", "text/javascript"),
-    "/static/diagnosis.js": ("diagnosis.js", "text/javascript"),
-    "/static/chat.js": ("chat.js", "text/javascript"),
-    "/static/charts.js": ("charts.js", "text/javascript"),
-    "/static/uplot.js": ("uplot.js", "text/javascript"),
-    "/static/uplot.css": ("uplot.css", "text/css"),
-}
-#: The page needs nothing from elsewhere, runs no script within itself, and nobody frames it.
-_POLICY = (
-    "default-src 'none'; connect-src 'self'; script-src 'self'; style-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 
 
 def pages(gateway: Gateway) -> APIPages:

@@ -33,6 +33,21 @@ Filter: TypeAlias = Callable[[Iterable[Metric]], Iterator[Metric]]
 #: Families that are counted before the model of a request is known, and those of it besides.
 _OF_GATEWAY = (BUILD_INFO, "pigou_requests_inflight")
 _OF_BOTH = ("pigou_requests", "pigou_requests_cancelled", "pigou_requests_shed")
+#: Seconds that a worker has for its page; those that need longer are left out.
+TIMEOUT_S = 2.0
+_MAX_LINES, _MAX_LINE_CHARS = 50_000, 16_384
+_NAME, _LABEL = r"[a-zA-Z_:][a-zA-Z0-9_:]*", r"[a-zA-Z_][a-zA-Z0-9_]*"
+_PAIR = rf'({_LABEL})="((?:[^"\\]|\\["\\n])*)"'
+_PAIRS = re.compile(_PAIR)
+_SAMPLE = re.compile(
+    rf'({_NAME})(?:\{{((?:{_LABEL}="(?:[^"\\]|\\["\\n])*"(?:, ?)?)*)\}})? +(\S+)(?: +-?\d+)?'
+)
+_TYPE = re.compile(rf"# TYPE ({_NAME}) (counter|gauge|histogram|summary|untyped)")
+_HELP = re.compile(rf"# HELP ({_NAME}) (.*)")
+#: Names of a family's samples besides its own, by type.
+_SUFFIXES = {
+    "histogram": ("_bucket", "_sum", "_count"), "summary": ("", "_sum", "_count"),
+}  # fmt: skip
 
 
 def pages(gateway: Gateway) -> APIPages:
@@ -176,23 +191,6 @@ def _with(family: Metric, samples: list[Sample]) -> Metric:
     made = Metric(family.name, family.documentation, family.type, family.unit)
     made.samples = samples
     return made
-
-
-#: Seconds that a worker has for its page; those that need longer are left out.
-TIMEOUT_S = 2.0
-_MAX_LINES, _MAX_LINE_CHARS = 50_000, 16_384
-_NAME, _LABEL = r"[a-zA-Z_:][a-zA-Z0-9_:]*", r"[a-zA-Z_][a-zA-Z0-9_]*"
-_PAIR = rf'({_LABEL})="((?:[^"\\]|\\["\\n])*)"'
-_PAIRS = re.compile(_PAIR)
-_SAMPLE = re.compile(
-    rf'({_NAME})(?:\{{((?:{_LABEL}="(?:[^"\\]|\\["\\n])*"(?:, ?)?)*)\}})? +(\S+)(?: +-?\d+)?'
-)
-_TYPE = re.compile(rf"# TYPE ({_NAME}) (counter|gauge|histogram|summary|untyped)")
-_HELP = re.compile(rf"# HELP ({_NAME}) (.*)")
-#: Names of a family's samples besides its own, by type.
-_SUFFIXES = {
-    "histogram": ("_bucket", "_sum", "_count"), "summary": ("", "_sum", "_count"),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

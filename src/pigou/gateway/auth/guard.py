@@ -29,6 +29,14 @@ _RETRY_COUNT = "x-stainless-retry-count"
 
 #: Metrics of the model that the current task's request is for; None while that is not known.
 _model_metrics: ContextVar[Metrics | None] = ContextVar("model_metrics", default=None)
+_EXPOSED = (
+    "x-request-id, x-pigou-decision, x-pigou-worker, x-pigou-prefill-worker, retry-after, "
+    "x-pigou-unknown-fields, x-pigou-prefix-advice"
+)
+_CORS_METHODS = "GET, POST, OPTIONS"
+_CORS_HEADERS = "authorization, content-type, x-request-id"
+_MAX_AGE_S = "600"
+_MAX_HEADERS_CHARS = 1024
 
 
 class PageRules:
@@ -146,16 +154,6 @@ def error_response(error: APIError) -> web.Response:
     response = _json(error.status, error.body())
     response.headers.update(error.headers)
     return response
-
-
-_EXPOSED = (
-    "x-request-id, x-pigou-decision, x-pigou-worker, x-pigou-prefill-worker, retry-after, "
-    "x-pigou-unknown-fields, x-pigou-prefix-advice"
-)
-_CORS_METHODS = "GET, POST, OPTIONS"
-_CORS_HEADERS = "authorization, content-type, x-request-id"
-_MAX_AGE_S = "600"
-_MAX_HEADERS_CHARS = 1024
 
 
 def check_browser(config: GatewayConfig) -> Middleware:

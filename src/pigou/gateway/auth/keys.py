@@ -22,6 +22,12 @@ from pigou.small_file import read_text
 from pigou.wire.errors import APIError
 
 _RETRY_AFTER_S = 1
+_TENANT = re.compile(r"[A-Za-z0-9_-]{1,32}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+#: Files in which each key says what its requests may do; others have a line for each key.
+_STRUCTURED = (".yaml", ".yml", ".json")
+#: What ends the line of an administrator's key.
+_ADMIN = ":admin"
 
 
 class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -179,10 +185,6 @@ class KeyLoads:
 
 
 NO_LIMITS = KeyLimits()
-_TENANT = re.compile(r"[A-Za-z0-9_-]{1,32}")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-#: Files in which each key says what its requests may do; others have a line for each key.
-_STRUCTURED = (".yaml", ".yml", ".json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +221,6 @@ def unauthorized() -> APIError:
         "`Authorization: Bearer KEY`.",
         "authorization",
     )
-
-
-#: What ends the line of an administrator's key.
-_ADMIN = ":admin"
 
 
 class _KeyEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

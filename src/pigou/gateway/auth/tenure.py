@@ -27,6 +27,8 @@ MAX_TTL_S = 10 * 365 * 86_400
 #: What HTTP allows around a value.
 _SPACE = " \t"
 _SECONDS = re.compile(r"[0-9]{1,10}", re.ASCII)
+#: Ends a name that stands for all names that begin so; alone, for any.
+ANY = "*"
 
 
 class TenureDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -114,10 +116,6 @@ def _seconds(field: str, value: str) -> int:
     if not _SECONDS.fullmatch(value) or not 1 <= int(value) <= max_s:
         raise refused(field, value[:60], f"it must be a whole number of seconds in [1, {max_s}]")
     return int(value)
-
-
-#: Ends a name that stands for all names that begin so; alone, for any.
-ANY = "*"
 
 
 class TenureChoices(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -25,6 +25,18 @@ _HEX = re.compile(rb"[0-9a-fA-F]+")
 _MAX_SIZE_DIGITS = 8
 #: Bytes that take as long to parse as a line break: a chunk has a cost, however short it is.
 _BREAK_COST = 64
+_HIGH_WATER = 256 * 1024
+#: Bytes of a stream that are read in one turn of the event loop, bytes that may come at once, and
+#: bytes per second beyond: a server that floods its stream does not keep the others waiting.
+_SLICE, _BURST, _RATE = 16 * 1024, 2**20, 8 * 2**20
+#: Bytes that are read at once, however short their chunks are.
+_LITTLE = 1024
+#: Takes body bytes; returns whether it goes on taking them.
+Take = Callable[[bytes], bool]
+#: Below the 5 seconds after which vLLM's server closes idle connections: a request that is sent
+#: on a connection at the moment it closes is lost.
+KEEPALIVE_S = 4.0
+CONNECT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +73,6 @@ def parse_chunk_size(line: bytes) -> int:
     return int(digits, 16)
 
 
-_HIGH_WATER = 256 * 1024
-#: Bytes of a stream that are read in one turn of the event loop, bytes that may come at once, and
-#: bytes per second beyond: a server that floods its stream does not keep the others waiting.
-_SLICE, _BURST, _RATE = 16 * 1024, 2**20, 8 * 2**20
-#: Bytes that are read at once, however short their chunks are.
-_LITTLE = 1024
-
-
 class HTTPConnectionError(ConnectionError):
     """The connection ended, or its bytes are not HTTP."""
 
@@ -95,9 +99,6 @@ class _ChunkPart(Enum):
 
 # Looked up once: members of an Enum are slow to find.
 _IDLE, _CHUNKS, _SIZE = _Phase.IDLE, _Phase.CHUNKS, _ChunkPart.SIZE
-
-#: Takes body bytes; returns whether it goes on taking them.
-Take = Callable[[bytes], bool]
 
 
 class HTTPConnection(asyncio.Protocol):
@@ -421,12 +422,6 @@ class HTTPConnection(asyncio.Protocol):
             self._paused = False
             if not self._backlog:
                 self._transport.resume_reading()
-
-
-#: Below the 5 seconds after which vLLM's server closes idle connections: a request that is sent
-#: on a connection at the moment it closes is lost.
-KEEPALIVE_S = 4.0
-CONNECT_S = 5.0
 
 
 class HTTPConnectionPool:

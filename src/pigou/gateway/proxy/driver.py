@@ -72,6 +72,9 @@ _PERFORM: dict[type[Step], str] = {
     SubmitRequest: "_submit", FetchKV: "_fetch", StartPrefill: "_prefill",
     StartDecode: "_decode", CompleteStream: "_complete",
 }  # fmt: skip
+_END_S = 1.0
+#: A write that takes longer waited for the client.
+_BLOCKED_NS = 10_000_000
 
 
 class RequestDriver(ABC):
@@ -431,11 +434,6 @@ class ReplyDriver(RequestDriver):
             run.stats.add(read.usage.prompt_tokens, tokens)
         self._reply = reply if run.cached is None else with_cached_tokens(reply, run.cached)
         return StreamFinished(step.leg)
-
-
-_END_S = 1.0
-#: A write that takes longer waited for the client.
-_BLOCKED_NS = 10_000_000
 
 
 class StreamDriver(RequestDriver):

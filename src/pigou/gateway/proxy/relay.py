@@ -28,6 +28,10 @@ _MAX_TOKENS, _MAX_OBJECTS = 2**22, 2**17
 #: Chunks with text that a server without token ids may send beyond the tokens that were asked
 #: for: some flush what they held back, or answer a tool's name in a chunk of its own.
 _FLUSHED_TEXTS = 2
+_NO_IDS = b'"token_ids":null'
+_QUOTE, _BACKSLASH, _ZERO = b'"', 0x5C, 0x30
+#: Token ids with more digits are left to the parser.
+_MAX_ID_DIGITS = 9
 
 
 class TooManyTokens(ValueError):
@@ -287,12 +291,6 @@ def _error(error: dict[str, Any], payload: bytes) -> WorkerFailed | Rejected:
     if 400 <= status < 500 or error.get("type") == REQUEST_FAILED:
         return Rejected(status, payload)
     return WorkerFailed("error", f"the worker said: {error.get('message')}", status=status)
-
-
-_NO_IDS = b'"token_ids":null'
-_QUOTE, _BACKSLASH, _ZERO = b'"', 0x5C, 0x30
-#: Token ids with more digits are left to the parser.
-_MAX_ID_DIGITS = 9
 
 
 class SSEFastPath:

@@ -15,6 +15,12 @@ PROMPT_TOKEN_IDS = b'"prompt_token_ids":['
 _EXTENSION = b',"nvext":{"completion_token_ids":['
 #: A field that is not there (`msgspec.Raw` cannot be optional).
 ABSENT = msgspec.Raw(b"")
+#: The largest integer that a float holds exactly.
+_MAX_EXACT_FLOAT = 2**53
+_COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
+#: Bytes of a reply of which every value may be decoded, and choices of a larger one: as Python's
+#: objects a reply can be forty times as large.
+_MAX_REGULAR_BYTES, _MAX_CHOICES = 2**20, 2**14
 
 
 def given(raw: msgspec.Raw) -> bool:
@@ -143,11 +149,6 @@ def _encoded_without_ids(payload: bytes) -> bytes:
     return msgspec.json.encode(body)
 
 
-#: The largest integer that a float holds exactly.
-_MAX_EXACT_FLOAT = 2**53
-_COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
-
-
 class ReplyUsage(msgspec.Struct):
     """Usage of a whole reply."""
 
@@ -169,9 +170,6 @@ class WholeReply(msgspec.Struct):
 
 
 _whole = msgspec.json.Decoder(WholeReply).decode
-#: Bytes of a reply of which every value may be decoded, and choices of a larger one: as Python's
-#: objects a reply can be forty times as large.
-_MAX_REGULAR_BYTES, _MAX_CHOICES = 2**20, 2**14
 
 
 class _RawReply(msgspec.Struct):

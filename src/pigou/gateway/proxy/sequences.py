@@ -30,6 +30,8 @@ MAX_SEQUENCES = 1024
 _DETAILS, _CACHED = "prompt_tokens_details", "cached_tokens"
 #: Characters of a request id that are kept before a sequence's number.
 _ID = 240
+#: Serves one sequence.
+Serve = Callable[[GatewayRun, int], Awaitable[None]]
 
 
 def splits(run: GatewayRun) -> bool:
@@ -47,10 +49,6 @@ def splits(run: GatewayRun) -> bool:
         and _value(run.body.get("use_beam_search")) in (None, False)
         and _value(run.body.get("best_of")) in (None, 1, run.parsed.choices)
     )
-
-
-#: Serves one sequence.
-Serve = Callable[[GatewayRun, int], Awaitable[None]]
 
 
 class Sequences:

@@ -31,6 +31,22 @@ from pigou.wire.fleet_secret import TENANT, tenant_mark
 from pigou.wire.json_limits import MAX_DEPTH, MAX_FIELDS, SMALL, is_deep, measure
 from pigou.wire.prefill_decode_legs import ticket
 
+_READ_BUFFER = 256 * 1024
+#: Errors by which the other side says that nobody is there. Others may be this process's own,
+#: such as descriptors that have run out.
+GONE = (
+    errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED, errno.EHOSTUNREACH,
+    errno.ENETUNREACH, errno.ENOENT,
+)  # fmt: skip
+#: Bytes of a reply that is not streamed, of one to a prefill leg, and of an error.
+MAX_REPLY_BYTES = 2**27
+MAX_TICKET_BYTES = 2**20
+MAX_ERROR_BYTES = 2**20
+_HEADERS = {"content-type": "application/json"}
+OFFER = "/v1/kv/offer"
+#: What says, beside its tokens, which blocks a prompt has.
+_PROMPT_FIELDS = ("model", "cache_salt", "resume_tokens")
+
 
 class WorkerReport(NamedTuple):
     """A worker's report of load and speed; None for missing values."""
@@ -46,20 +62,6 @@ class WorkerReport(NamedTuple):
     prefill_tokens: float | None = None
     joules: float | None = None
     tiers: tuple[tuple[str, float], ...] = ()  # bytes that each of its tiers may hold, by name
-
-
-_READ_BUFFER = 256 * 1024
-#: Errors by which the other side says that nobody is there. Others may be this process's own,
-#: such as descriptors that have run out.
-GONE = (
-    errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED, errno.EHOSTUNREACH,
-    errno.ENETUNREACH, errno.ENOENT,
-)  # fmt: skip
-#: Bytes of a reply that is not streamed, of one to a prefill leg, and of an error.
-MAX_REPLY_BYTES = 2**27
-MAX_TICKET_BYTES = 2**20
-MAX_ERROR_BYTES = 2**20
-_HEADERS = {"content-type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,11 +436,6 @@ def _is_unfit(reply: bytes | bytearray) -> bool:
         return is_deep(reply)
     shape = measure(reply)
     return shape.depth > MAX_DEPTH or shape.items > MAX_FIELDS
-
-
-OFFER = "/v1/kv/offer"
-#: What says, beside its tokens, which blocks a prompt has.
-_PROMPT_FIELDS = ("model", "cache_salt", "resume_tokens")
 
 
 async def fetch_kv(

@@ -16,6 +16,11 @@ from pigou.kv.tier_eviction.policy import EvictionPolicy, TierSetting
 from pigou.kv.tier_eviction.reuse import AT_ONCE, ReuseModel, age_bin, use_class
 from pigou.request import SECOND
 
+#: Maximum age of the ranking, in nanoseconds.
+_REBUILD = 10 * SECOND
+#: Uses and last use of a new block.
+_UNKNOWN = (0, -AT_ONCE)
+
 
 class PriceParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of `PriceEviction`."""
@@ -216,9 +221,3 @@ class PriceEviction(EvictionPolicy):
         self._used -= entry.block.size
         self._evicted += 1
         self._remember(entry.block.key, entry.uses + entry.mark, entry.last)
-
-
-#: Maximum age of the ranking, in nanoseconds.
-_REBUILD = 10 * SECOND
-#: Uses and last use of a new block.
-_UNKNOWN = (0, -AT_ONCE)

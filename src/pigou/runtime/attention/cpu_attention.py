@@ -27,6 +27,20 @@ _MAX_SUMS = 2**20
 _TILE_FIRST, _TILE_COUNT, _TILE_SLOT, _TILE_ROW = range(4)
 #: Single-thread nanoseconds per head dimension and entry.
 _DECODE_NS, _PREFILL_NS = 0.08, 0.04
+Stored = NDArray[Any]
+Floats = NDArray[np.float32]
+#: Query tokens per `prefill` tile.
+TILE = 8
+#: Rows of `HeadRotation.norms`.
+QUERY_NORM, KEY_NORM = 0, 1
+_FLOAT_BYTES = 4
+#: Norm weights of query and key heads, shape (2, head_dim), or (2, 0) for none; eps; cosines and
+#: sines by position, shape (positions, head_dim). Numba passes plain tuples several times faster
+#: than named ones.
+HeadRotation: TypeAlias = tuple[Stored, float, Floats]
+#: One cache layer: `StepBatch.locations`, shape (3, >= tokens); block tables, shape (rows,
+#: blocks); `kv`; block size.
+PagedLayer: TypeAlias = tuple[Ints, Ints, Stored, int]
 
 
 class CPUAttention(PagedAttention):
@@ -124,25 +138,6 @@ def _tiles(chunks: list[PromptChunk], cuts: Ints | None = None) -> Ints:
                 slot = chunk.past + at - chunk.first
                 tiles.append((at, min(TILE, end - at), slot, chunk.row))
     return np.array(tiles, dtype=np.int32).reshape(-1, 4)
-
-
-Stored = NDArray[Any]
-Floats = NDArray[np.float32]
-
-#: Query tokens per `prefill` tile.
-TILE = 8
-#: Rows of `HeadRotation.norms`.
-QUERY_NORM, KEY_NORM = 0, 1
-_FLOAT_BYTES = 4
-
-
-#: Norm weights of query and key heads, shape (2, head_dim), or (2, 0) for none; eps; cosines and
-#: sines by position, shape (positions, head_dim). Numba passes plain tuples several times faster
-#: than named ones.
-HeadRotation: TypeAlias = tuple[Stored, float, Floats]
-#: One cache layer: `StepBatch.locations`, shape (3, >= tokens); block tables, shape (rows,
-#: blocks); `kv`; block size.
-PagedLayer: TypeAlias = tuple[Ints, Ints, Stored, int]
 
 
 @fast

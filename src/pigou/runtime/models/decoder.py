@@ -20,6 +20,8 @@ from pigou.runtime.ops import Ops
 log = logging.getLogger(__name__)
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+#: More than `_FEW` rows are padded to a multiple of `_ROWS`.
+_ROWS, _FEW = 8, 32
 
 
 @dataclass(slots=True)
@@ -169,10 +171,6 @@ class _Loader:
             return Linear(torch.cat(weight))
         bias = [self.weights.take(f"{name}.bias", size) for name, size in names.items()]
         return Linear(torch.cat(weight), torch.cat(bias))
-
-
-#: More than `_FEW` rows are padded to a multiple of `_ROWS`.
-_ROWS, _FEW = 8, 32
 
 
 class Linear:

@@ -30,6 +30,10 @@ from pigou.runtime.token_eviction.policy import EvictionContext
 from pigou.runtime.token_eviction.policy import load as load_policy
 from pigou.sampling import SamplingParams
 
+#: Tokens of the warm-up sequence.
+WARM_UP_TOKENS = 4
+_REQUEST = "warm-up"
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -134,11 +138,6 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError("device 'cuda' was asked for, but torch finds no CUDA device; give cpu")
     return device
-
-
-#: Tokens of the warm-up sequence.
-WARM_UP_TOKENS = 4
-_REQUEST = "warm-up"
 
 
 def warm_up(executor: TorchExecutor) -> None:

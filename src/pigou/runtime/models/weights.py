@@ -37,6 +37,14 @@ STRAYS = (
     "random_states*.safetensors",
     "training_args*.safetensors",
 )
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+#: Files of a hub repository not to download.
+_OTHERS = ["*/*.json", "*/*.safetensors", "*/*.txt", *STRAYS]
+#: Tensors of some checkpoints that the configuration determines.
+_DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+#: Max header bytes, by the safetensors format.
+_MAX_HEADER = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,18 +135,6 @@ def _nothing(folder: Path, strays: list[str]) -> str:
     if torch_files:
         return f"{text}: {torch_files[0]} is PyTorch's; convert it (save_pretrained writes such)"
     return text
-
-
-_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
-#: Files of a hub repository not to download.
-_OTHERS = ["*/*.json", "*/*.safetensors", "*/*.txt", *STRAYS]
-#: Tensors of some checkpoints that the configuration determines.
-_DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-#: Max header bytes, by the safetensors format.
-_MAX_HEADER = 100_000_000
 
 
 def find_model(model: str | Path) -> Path:

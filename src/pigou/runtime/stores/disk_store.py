@@ -40,6 +40,14 @@ Addresses: TypeAlias = NDArray[np.int64]
 #: An address packs segment number (high bits) and slot.
 _SHIFT = 32
 _MASK = (1 << _SHIFT) - 1
+_SUFFIX = ".pigou-kv"
+_LOCK = "lock"
+#: Target bytes of blocks per segment,
+_SEGMENT_BYTES = 64 << 20
+#: unless that exceeds this many files.
+_SEGMENTS = 256
+#: Stem of a segment file's name.
+_NUMBER = re.compile(r"[0-9]{8,12}")
 
 
 class DiskStore:
@@ -344,14 +352,6 @@ def _by_segment(addresses: Addresses) -> Iterator[tuple[int, NDArray[np.int64], 
         yield number, index, _slots(addresses[index])
 
 
-_SUFFIX = ".pigou-kv"
-_LOCK = "lock"
-#: Target bytes of blocks per segment,
-_SEGMENT_BYTES = 64 << 20
-#: unless that exceeds this many files.
-_SEGMENTS = 256
-
-
 @dataclass(slots=True)
 class _Foreign:
     """A segment of another layout, or unreadable; only counts towards the cap."""
@@ -503,7 +503,3 @@ def _lock(path: Path) -> int:
         os.close(fd)
         raise
     return fd
-
-
-#: Stem of a segment file's name.
-_NUMBER = re.compile(r"[0-9]{8,12}")

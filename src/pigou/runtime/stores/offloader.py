@@ -37,6 +37,9 @@ DEVICE = "device"
 HOST = "host"
 #: Reason when the second half of a job was refused.
 REFUSED = "its link is busy or down"
+Done: TypeAlias = Callable[[OffloadResult], None]
+#: Reason when no staging row is free.
+NO_ROWS = "no staging row is free"
 
 
 class KVOffloader:
@@ -257,12 +260,6 @@ class StoreStatus:
     counts: StoreCounts
     reads: TransferQueueStatus
     writes: TransferQueueStatus
-
-
-Done: TypeAlias = Callable[[OffloadResult], None]
-
-#: Reason when no staging row is free.
-NO_ROWS = "no staging row is free"
 
 
 class TransferJobs:

@@ -19,6 +19,32 @@ from pigou.kv.block import ROOT, Block, Bytes, KVLayout, hashes_of, keys_of
 from pigou.kv.checksum import Checksums
 from pigou.request import NEVER, BlockHashes, Ints, Nanos
 
+#: Per block, shape (n,).
+Bools: TypeAlias = NDArray[np.bool_]
+#: Tenure digests, shape (n, 32).
+Digests: TypeAlias = NDArray[np.uint8]
+TENURE_BYTES = 32
+_COLUMNS = ("keys", "parents", "depths", "expiries", "tenures")
+#: Format version; records of another are ignored.
+MAGIC = b"PIGOUKV1"
+HEADER = np.dtype(
+    [
+        ("magic", "S8"),
+        ("namespace", "u1", (16,)),
+        ("key", "<u8", (2,)),
+        ("parent", "<u8", (2,)),
+        ("tenure", "u1", (32,)),
+        ("depth", "<i4"),
+        ("size", "<u4"),  # bytes of the block
+        ("expiry", "<i8"),  # nanoseconds since 1970
+        ("payload", "<u8"),  # xxh3 of the block
+        ("spare", "<u8"),
+        ("check", "<u8"),  # xxh3 of the fields above
+    ]
+)
+HEADER_BYTES = HEADER.itemsize
+_CHECKED = HEADER_BYTES - 8
+
 
 class StoreError(Exception):
     """Raised when a store's medium fails; stored blocks stay intact."""
@@ -97,13 +123,6 @@ class Store(Protocol):
 #: Factory of a store's entry point. Takes the place in `NAME=SIZE@PLACE`, layout fingerprint
 #: (16 bytes), block bytes and cap; raises StoreError or ValueError.
 OpenStore: TypeAlias = Callable[[str, bytes, int, int], Store]
-
-#: Per block, shape (n,).
-Bools: TypeAlias = NDArray[np.bool_]
-#: Tenure digests, shape (n, 32).
-Digests: TypeAlias = NDArray[np.uint8]
-TENURE_BYTES = 32
-_COLUMNS = ("keys", "parents", "depths", "expiries", "tenures")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,28 +218,6 @@ def no_records(count: int = 0) -> BlockRecords:
         np.zeros(count, dtype=np.int64),
         np.zeros((count, TENURE_BYTES), dtype=np.uint8),
     )
-
-
-#: Format version; records of another are ignored.
-MAGIC = b"PIGOUKV1"
-
-HEADER = np.dtype(
-    [
-        ("magic", "S8"),
-        ("namespace", "u1", (16,)),
-        ("key", "<u8", (2,)),
-        ("parent", "<u8", (2,)),
-        ("tenure", "u1", (32,)),
-        ("depth", "<i4"),
-        ("size", "<u4"),  # bytes of the block
-        ("expiry", "<i8"),  # nanoseconds since 1970
-        ("payload", "<u8"),  # xxh3 of the block
-        ("spare", "<u8"),
-        ("check", "<u8"),  # xxh3 of the fields above
-    ]
-)
-HEADER_BYTES = HEADER.itemsize
-_CHECKED = HEADER_BYTES - 8
 
 
 def encode(namespace: bytes, entries: BlockRecords, payloads: Checksums, size: int) -> Bytes:

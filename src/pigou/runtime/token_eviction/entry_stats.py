@@ -25,6 +25,10 @@ from pigou.runtime.token_eviction.policy import (
     Folding,
 )
 
+_FLOAT_BYTES = 4
+#: Accumulator of attention mass: `numbers`, layer, and first unshared entry by row, shape (rows,).
+MassTarget: TypeAlias = tuple[Floats, int, Ints]
+
 
 class EntryStats:
     """Side data by block, layer, KV head and offset, on any device.
@@ -273,13 +277,6 @@ class AttentionMassTracker:
         if entries:
             where = (layer, table, int(self.owns[row]), entries)
             self.stats.fold_layer(*where, self.folding, self._notable / entries, self.clock)
-
-
-_FLOAT_BYTES = 4
-
-
-#: Accumulator of attention mass: `numbers`, layer, and first unshared entry by row, shape (rows,).
-MassTarget: TypeAlias = tuple[Floats, int, Ints]
 
 
 @kernel

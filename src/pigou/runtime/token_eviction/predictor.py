@@ -30,6 +30,16 @@ FLOOR = 1e-4  # of sums, for finite logarithms
 LOG_SIGMA_BOUNDS = (-4.0, math.log(4.5))
 #: Files in a model's folder; not safetensors, which would count as model weights.
 RETURNS, PAPER = "returns.npz", "returns-paper.npz"
+#: Columns of `GenericReturns.birth`.
+KEY_NORM, VALUE_NORM = 0, 1
+Stored = NDArray[Any]
+_FLOAT_BYTES = 4
+#: Hidden units computed together; their number is a multiple.
+UNITS = 4
+#: Entries scored at once, so that hidden units stay in cache.
+WIDE = 4 * LANES
+#: Output rows of the second network.
+_MEAN, _LOG_SIGMA = 0, 1
 
 
 def features(content: Tensor, masses: Tensor, age: Tensor) -> Tensor:
@@ -137,8 +147,6 @@ def read_weights(path: Path, kind: type[Any]) -> dict[str, Tensor]:
 
 #: Trained on the bundled model and two of random weights by `tools/train_returns.py generic`.
 GENERIC = Path(__file__).with_name("generic.npz")
-#: Columns of `GenericReturns.birth`.
-KEY_NORM, VALUE_NORM = 0, 1
 
 
 def relative(now: Tensor) -> Tensor:
@@ -182,17 +190,6 @@ class GenericReturns:
     def load(cls, path: Path = GENERIC) -> GenericReturns:
         """Load weights written by `save`; by default the bundled ones."""
         return cls(**read_weights(path, cls))
-
-
-Stored = NDArray[Any]
-
-_FLOAT_BYTES = 4
-#: Hidden units computed together; their number is a multiple.
-UNITS = 4
-#: Entries scored at once, so that hidden units stay in cache.
-WIDE = 4 * LANES
-#: Output rows of the second network.
-_MEAN, _LOG_SIGMA = 0, 1
 
 
 class RowStats(NamedTuple):

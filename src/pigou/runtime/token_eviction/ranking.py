@@ -12,6 +12,13 @@ from pigou.config import EvictionConfig
 from pigou.request import Ints
 from pigou.runtime.token_eviction.policy import PredictedReturns, Returns
 
+Keys = NDArray[np.uint64]
+Slots = NDArray[np.int64]
+#: Buckets per sort.
+BUCKETS = 512
+#: Max bucket size for insertion sort.
+FEW = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
@@ -58,15 +65,6 @@ def rank(
     depth = select_victims(flat, bits, rows, *some)
     lost_returns = lost_returns[: depth // size]
     return Ranking(first, victims[:, :depth], lost_returns, scores if whole else None)
-
-
-Keys = NDArray[np.uint64]
-Slots = NDArray[np.int64]
-
-#: Buckets per sort.
-BUCKETS = 512
-#: Max bucket size for insertion sort.
-FEW = 32
 
 
 @kernel

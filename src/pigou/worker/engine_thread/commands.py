@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from pigou.runtime.structured_output import GrammarState
     from pigou.worker.device_use import WorkEstimate
 
+#: Called after each step; returns True to continue the plan.
+OnStep: TypeAlias = Callable[[StepOutput], bool]
+
 
 @dataclass(frozen=True, slots=True)
 class Add:
@@ -246,10 +249,6 @@ class Report:
             or self.events
             or self.leases
         )
-
-
-#: Called after each step; returns True to continue the plan.
-OnStep: TypeAlias = Callable[[StepOutput], bool]
 
 
 class Backend(Protocol):

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     pass
 
 log = logging.getLogger(__name__)
+#: Computed prompt chunk: request, begin and end in monotonic nanoseconds, tokens.
+PromptChunk = tuple[str, int, int, int]
 
 
 class EngineThread:
@@ -385,10 +387,6 @@ class EngineThread:
         out.now = time.monotonic_ns()
         self.gauges.read_load(self._core, self._added)
         self._report(out)
-
-
-#: Computed prompt chunk: request, begin and end in monotonic nanoseconds, tokens.
-PromptChunk = tuple[str, int, int, int]
 
 
 class TracedPrompts:

@@ -18,6 +18,12 @@ from pigou.request import SECOND
 ENABLED_VARIABLE = "PIGOU_HEARTBEAT"
 #: Seconds between heartbeats.
 INTERVAL_S = 1.0
+#: Environment variable with the parent's process id, to detect a parent gone before the first look.
+PARENT = "PIGOU_PARENT"
+#: Seconds between checks.
+_INTERVAL = 0.25
+#: Seconds between SIGTERM and the forced end.
+_GRACE = 2.0
 
 
 class Heartbeat:
@@ -74,14 +80,6 @@ def _print(heartbeat: Heartbeat) -> None:
         except (OSError, ValueError):  # parent gone, or stream closed
             return
         time.sleep(INTERVAL_S)
-
-
-#: Environment variable with the parent's process id, to detect a parent gone before the first look.
-PARENT = "PIGOU_PARENT"
-#: Seconds between checks.
-_INTERVAL = 0.25
-#: Seconds between SIGTERM and the forced end.
-_GRACE = 2.0
 
 
 def watch_parent() -> None:

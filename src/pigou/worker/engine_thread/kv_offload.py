@@ -31,6 +31,12 @@ log = logging.getLogger(__name__)
 
 #: Nanoseconds for which a measured speed is reused.
 _FRESH = 20_000_000
+#: Max blocks under copy at once: this fraction of the device's (a divisor), and an upper bound.
+_COPIES, _MAX_COPIES = 2, 512
+#: Staging rows for reads.
+_READS = 64
+#: Initial seconds per prompt token and restore bytes/s, for block prices until measured.
+_TOKEN, _BACK = 1e-4, 1e9
 
 
 class OffloadConnector:
@@ -152,14 +158,6 @@ class _Restore:
             self._put(Restored(self._request, good, not whole and bool(self._failed[good])))
 
         return done
-
-
-#: Max blocks under copy at once: this fraction of the device's (a divisor), and an upper bound.
-_COPIES, _MAX_COPIES = 2, 512
-#: Staging rows for reads.
-_READS = 64
-#: Initial seconds per prompt token and restore bytes/s, for block prices until measured.
-_TOKEN, _BACK = 1e-4, 1e9
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,7 +268,6 @@ def read_link(text: str) -> LinkConfig:
     return LinkConfig(gbps=keys.gbps, latency_us=keys.latency_us, sharing="fifo", ends="receiver")
 
 
-
 class SimulatedLink:
     """A worker's receiving link: loads arrive in sequence, each after the link's latency.
 

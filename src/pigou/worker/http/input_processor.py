@@ -39,6 +39,11 @@ from pigou.worker.kv_transfer.transfer_params import TransferParams, checked_tra
 #: Max sequences per request.
 MAX_SEQUENCES = 1024
 _MILLISECOND = 1_000_000
+#: Longer texts (characters) and prompts (tokens) are processed off the event loop.
+LONG = 4096
+#: Final prompt tokens searched for an opened reasoning block.
+_PROMPT_END = 24
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,13 +336,6 @@ def _sequences(request: GenerationRequest) -> int:
         request_validation.prompts(request) if isinstance(request, CompletionRequest) else [None]
     )
     return len(prompts) * max(1, request.n or 1)
-
-
-#: Longer texts (characters) and prompts (tokens) are processed off the event loop.
-LONG = 4096
-#: Final prompt tokens searched for an opened reasoning block.
-_PROMPT_END = 24
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)

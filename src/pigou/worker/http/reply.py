@@ -18,6 +18,16 @@ from pigou.wire.openai_replies import Json, LogprobsEntry, ReplyChunk, StreamEnc
 from pigou.wire.sse import DONE
 from pigou.worker.http.sequence_output import Explainer, SequenceOutput, ToolStream
 
+#: Root span name, as in vLLM.
+ROOT = "llm_request"
+_CHOICE, _TRANSFER = ("pigou.choice",), ("pigou.kv.tokens",)
+_STEP = ("pigou.tokens", "pigou.duration_s")
+_PREFILL = ("pigou.prompt_tokens", "pigou.computed_tokens", "pigou.steps")
+_DECODE = ("pigou.tokens", "pigou.itl_s", "pigou.preemptions")
+_REPLY = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.response.model",
+          "gen_ai.response.id", "gen_ai.response.finish_reasons", "gen_ai.usage.input_tokens",
+          "gen_ai.usage.output_tokens", "gen_ai.usage.cache_read.input_tokens")  # fmt: skip
+
 
 @dataclass(slots=True)
 class ReplySequence:
@@ -314,17 +324,6 @@ class Reply:
 def _prompt_logprobs(sequence: ReplySequence) -> list[dict[str, Any] | None] | None:
     logprobs = sequence.prompt_logprobs
     return None if logprobs is None else openai_replies.prompt_logprobs(logprobs)
-
-
-#: Root span name, as in vLLM.
-ROOT = "llm_request"
-_CHOICE, _TRANSFER = ("pigou.choice",), ("pigou.kv.tokens",)
-_STEP = ("pigou.tokens", "pigou.duration_s")
-_PREFILL = ("pigou.prompt_tokens", "pigou.computed_tokens", "pigou.steps")
-_DECODE = ("pigou.tokens", "pigou.itl_s", "pigou.preemptions")
-_REPLY = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.response.model",
-          "gen_ai.response.id", "gen_ai.response.finish_reasons", "gen_ai.usage.input_tokens",
-          "gen_ai.usage.output_tokens", "gen_ai.usage.cache_read.input_tokens")  # fmt: skip
 
 
 def end_reply(tracer: Tracer, trace: RequestTrace, reply: Reply | None, error: str) -> None:

@@ -59,6 +59,11 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _R = TypeVar("_R", CompletionRequest, ChatRequest)
+#: Routes answered even above the connection cap.
+_PROBES = ("/health", "/ping", "/metrics")
+_B = TypeVar("_B")
+#: Max queued large bodies per tenant.
+_MAX_WAITING = 1024
 
 
 class Routes:
@@ -315,10 +320,6 @@ def _json(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=body, status=status, content_type="application/json")
 
 
-#: Routes answered even above the connection cap.
-_PROBES = ("/health", "/ping", "/metrics")
-
-
 def _describe(reply: Reply, trace_id: str) -> None:
     sequences = reply.sequences
     leaders = sequences[:: reply.options.per_prompt]
@@ -382,11 +383,6 @@ def _id(request: web.Request, body: str | None) -> str:
     id = request_id(request.headers.get(REQUEST_ID_HEADER), body)
     note_reply_id(request, id)
     return id
-
-
-_B = TypeVar("_B")
-#: Max queued large bodies per tenant.
-_MAX_WAITING = 1024
 
 
 class Bodies:

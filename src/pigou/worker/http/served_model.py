@@ -15,6 +15,16 @@ from pigou.text.tool_calls import ParserName, detect_parser
 from pigou.wire.sampling_params import Defaults, ModelLimits
 
 log = logging.getLogger(__name__)
+#: Sampling values of a generation config: minimum, maximum, minimum inclusive.
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0.0, 2.0, True),
+    "top_p": (0.0, 1.0, False),
+    "top_k": (-1, 2**31 - 1, True),
+    "min_p": (0.0, 1.0, True),
+    "repetition_penalty": (0.0, 10.0, False),
+    "json_close_after": (0, 2**31 - 1, True),
+}
+_WHOLE = ("top_k", "json_close_after")
 
 
 @dataclass(frozen=True)
@@ -55,18 +65,6 @@ def tool_format(template: ChatTemplate | None, option: str) -> ParserName | None
     if option == "auto":
         return detect_parser(None if template is None else template.identity)
     return None if option == "none" else cast("ParserName", option)
-
-
-#: Sampling values of a generation config: minimum, maximum, minimum inclusive.
-_RANGES: dict[str, tuple[float, float, bool]] = {
-    "temperature": (0.0, 2.0, True),
-    "top_p": (0.0, 1.0, False),
-    "top_k": (-1, 2**31 - 1, True),
-    "min_p": (0.0, 1.0, True),
-    "repetition_penalty": (0.0, 10.0, False),
-    "json_close_after": (0, 2**31 - 1, True),
-}
-_WHOLE = ("top_k", "json_close_after")
 
 
 def sampling_defaults(generation: dict[str, Any]) -> Defaults:

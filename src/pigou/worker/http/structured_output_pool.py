@@ -37,6 +37,8 @@ MAX_QUEUED = 256
 THREADS = 2
 _REFUSALS = 256
 _JSON = ("json_schema", "json_object")
+#: Wall-clock limit of a trial, besides its CPU limit.
+TRIAL_SECONDS = 60.0
 
 
 class CompileQueueFull(Exception):
@@ -329,10 +331,6 @@ class OutputConstraints:
         if wanted is None or wanted.kind not in _JSON or limits != (None, None):
             return wanted
         return replace(wanted, close_after=self._model.defaults.json_close_after)
-
-
-#: Wall-clock limit of a trial, besides its CPU limit.
-TRIAL_SECONDS = 60.0
 
 
 class GrammarSandbox:

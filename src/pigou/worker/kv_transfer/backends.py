@@ -34,6 +34,14 @@ from pigou.worker.kv_transfer.side_channel_protocol import (
 )
 from pigou.worker.kv_transfer.transfer_params import TransferError, TransferParams, TransferReason
 
+#: Min bytes of a pull to use a second thread.
+PARALLEL_BYTES = 2 << 20
+log = logging.getLogger(__name__)
+#: Bytes copied from the store at once.
+_STEP_BYTES = 64 << 20
+#: Bytes per Data frame, if blocks are smaller.
+MESSAGE_BYTES = 1 << 20
+
 
 class BackendUnavailable(Exception):
     """Raised if this backend cannot reach the sender; try another."""
@@ -96,10 +104,6 @@ def check_within(ids: Ints, rows: int) -> None:
     """Check block ids against a sender's `rows`; raises TransferError if out of range."""
     if ids.size and not (ids.min() >= 0 and ids.max() < rows):
         raise TransferError(TransferReason.PROTOCOL, "a block lies outside the sender's memory")
-
-
-#: Min bytes of a pull to use a second thread.
-PARALLEL_BYTES = 2 << 20
 
 
 class ShmExport(SendBackend):
@@ -213,12 +217,6 @@ def _lane(
         renew()
 
 
-log = logging.getLogger(__name__)
-
-#: Bytes copied from the store at once.
-_STEP_BYTES = 64 << 20
-
-
 class StagedShmExport(ShmExport):
     """Sender of `shm` for device blocks: stages them in shared memory for each pull."""
 
@@ -269,10 +267,6 @@ class StagedShmExport(ShmExport):
         for first in range(0, len(blocks), step):
             ids = blocks[first : first + step]
             rows[first : first + len(ids)] = self._store.read(ids)
-
-
-#: Bytes per Data frame, if blocks are smaller.
-MESSAGE_BYTES = 1 << 20
 
 
 class TcpExport(SendBackend):

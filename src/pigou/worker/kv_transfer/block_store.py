@@ -25,6 +25,23 @@ from pigou.runtime.stores.store import DeviceBlocks
 from pigou.small_file import check_regular, read_text
 from pigou.worker.kv_transfer.transfer_params import TransferError, TransferReason
 
+#: Bytes read at once from a device store.
+STAGE_BYTES = 8 << 20
+#: Bytes hashed at once, in about 50 microseconds.
+PIECE_BYTES = 2 << 20
+#: Folder of the files: an in-memory file system if available.
+SHARED_DIR = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+PREFIX = "pigou-kv-"
+#: Creator's process id, and a random part.
+_NAME = re.compile(rf"{PREFIX}\d+-[0-9a-f]{{32}}")
+#: Bytes before the buffer; they hold the key, to detect a re-used name.
+HEADER = 4096
+_MAGIC = b"pigou-kv/1 "
+#: Bytes moved per verification, few enough to stay in CPU cache.
+CHUNK_BYTES = 512 << 10
+#: Bytes copied and hashed per call without the GIL; about 200 microseconds.
+COPY_BYTES = 4 << 20
+
 
 class HostBlockStore:
     """Blocks in an array of host memory."""
@@ -56,12 +73,6 @@ class HostBlockStore:
         self._data[ids] = data
 
 
-#: Bytes read at once from a device store.
-STAGE_BYTES = 8 << 20
-#: Bytes hashed at once, in about 50 microseconds.
-PIECE_BYTES = 2 << 20
-
-
 def checksums_in(store: DeviceBlocks, ids: Ints) -> Checksums:
     """Return checksums of blocks `ids`, (n,), yielding to other threads between pieces."""
     parts = []
@@ -76,16 +87,6 @@ def checksums_in(store: DeviceBlocks, ids: Ints) -> Checksums:
             parts.append(checksums_of(rows, np.arange(len(rows), dtype=np.int32)))
         os.sched_yield()
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint64)
-
-
-#: Folder of the files: an in-memory file system if available.
-SHARED_DIR = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-PREFIX = "pigou-kv-"
-#: Creator's process id, and a random part.
-_NAME = re.compile(rf"{PREFIX}\d+-[0-9a-f]{{32}}")
-#: Bytes before the buffer; they hold the key, to detect a re-used name.
-HEADER = 4096
-_MAGIC = b"pigou-kv/1 "
 
 
 def host_id() -> str:
@@ -206,12 +207,6 @@ class MappedMemory:
             raise ValueError(f"offset {offset} lies outside {self._bytes.nbytes} bytes")
         rows = (self._bytes.nbytes - offset) // block_bytes
         return self._bytes[offset : offset + rows * block_bytes].reshape(rows, block_bytes)
-
-
-#: Bytes moved per verification, few enough to stay in CPU cache.
-CHUNK_BYTES = 512 << 10
-#: Bytes copied and hashed per call without the GIL; about 200 microseconds.
-COPY_BYTES = 4 << 20
 
 
 class ReceiveBuffer:

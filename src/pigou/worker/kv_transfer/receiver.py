@@ -51,6 +51,32 @@ log = logging.getLogger(__name__)
 OnDone: TypeAlias = Callable[[TransferResult], None]
 #: Seconds between an idle thread's sweeps.
 _SWEEP = 5.0
+#: Max bytes of a grant besides its blocks; NIXL metadata grows with network devices.
+_MAX_GRANT = 32 << 10
+#: Failures of the path, not of the request.
+_PATH_FAILURES = {TransferReason.CUT, TransferReason.TIMEOUT}
+#: Failures after which the sender is told to free the blocks.
+_TELL = {
+    TransferReason.LAYOUT,
+    TransferReason.BAD_PARAMS,
+    TransferReason.CORRUPT,
+    TransferReason.CANCELLED,
+    TransferReason.STORE,
+    TransferReason.PROTOCOL,
+}
+Address: TypeAlias = tuple[str, int]
+#: Initial pulls per backend and host, before times decide.
+TRIES = 2
+#: Max share of a host's pull time spent on exploring slower backends.
+EXPLORED_SHARE = 0.02
+#: Min pulls of a host between two explorations of a backend.
+_MIN_IDLE = 32
+#: Decay of old observations per pull.
+_DECAY = 0.9
+#: Pulls for which a failed backend comes last; doubled by each further failure.
+_MIN_PAUSE, _MAX_PAUSE = 8, 256
+#: Max hosts remembered, since a sender may claim any name.
+_MAX_HOSTS = 1024
 
 
 @dataclass(eq=False, slots=True)
@@ -216,21 +242,6 @@ class Receiver:
 
 def _words(outcome: TransferResult) -> tuple[str, str, str]:
     return outcome.request or "(unknown)", outcome.reason, outcome.detail
-
-
-#: Max bytes of a grant besides its blocks; NIXL metadata grows with network devices.
-_MAX_GRANT = 32 << 10
-#: Failures of the path, not of the request.
-_PATH_FAILURES = {TransferReason.CUT, TransferReason.TIMEOUT}
-#: Failures after which the sender is told to free the blocks.
-_TELL = {
-    TransferReason.LAYOUT,
-    TransferReason.BAD_PARAMS,
-    TransferReason.CORRUPT,
-    TransferReason.CANCELLED,
-    TransferReason.STORE,
-    TransferReason.PROTOCOL,
-}
 
 
 class Puller:
@@ -430,9 +441,6 @@ class _Renewal:
             self._last = now
 
 
-Address: TypeAlias = tuple[str, int]
-
-
 class ConnectionPool:
     """Pools connections; one that failed is closed."""
 
@@ -516,20 +524,6 @@ class ConnectionPool:
                 return link
         link.close()
         raise TransferError(TransferReason.CLOSED, "the receiver was closed")
-
-
-#: Initial pulls per backend and host, before times decide.
-TRIES = 2
-#: Max share of a host's pull time spent on exploring slower backends.
-EXPLORED_SHARE = 0.02
-#: Min pulls of a host between two explorations of a backend.
-_MIN_IDLE = 32
-#: Decay of old observations per pull.
-_DECAY = 0.9
-#: Pulls for which a failed backend comes last; doubled by each further failure.
-_MIN_PAUSE, _MAX_PAUSE = 8, 256
-#: Max hosts remembered, since a sender may claim any name.
-_MAX_HOSTS = 1024
 
 
 @dataclass(slots=True)

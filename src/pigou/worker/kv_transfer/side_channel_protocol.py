@@ -43,6 +43,10 @@ _LENGTH = struct.Struct("!I")
 _IOV_MAX = 512
 #: Bytes read ahead for a frame, so that one call mostly suffices.
 _AHEAD = 4096
+_Frame = TypeVar("_Frame")
+_encode = msgspec.msgpack.Encoder().encode
+_NONCE_BYTES = 32
+_MIN_NONCE, _MAX_NONCE = 16, 64
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -129,9 +133,7 @@ class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
 
 Request: TypeAlias = Hello | Proof | Open | Decline | Renew | Done
 Reply: TypeAlias = Challenge | GrantFrame | ChecksumsFrame | Refuse | Data | Confirm
-_Frame = TypeVar("_Frame")
 
-_encode = msgspec.msgpack.Encoder().encode
 REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
@@ -263,10 +265,6 @@ def expect_checksums(link: SideChannelLink, count: int) -> Checksums:
             TransferReason.PROTOCOL, f"{len(raw)} bytes of checksums for {count} blocks"
         )
     return np.frombuffer(raw, dtype="<u8").astype(np.uint64)
-
-
-_NONCE_BYTES = 32
-_MIN_NONCE, _MAX_NONCE = 16, 64
 
 
 def transfer_key(secret: FleetSecret) -> bytes:

@@ -18,6 +18,11 @@ from pigou.wire.errors import bad_request
 from pigou.wire.names import WILD
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+log = logging.getLogger(__name__)
+_POSITIVE = ("lease", "timeout", "threads", "copy_threads", "max_pending", "max_connections")
+#: Default backends, the preferred first; and all supported ones.
+BACKENDS = ("shm", "tcp")
+ALL_BACKENDS = ("nixl", *BACKENDS)
 
 
 class TransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -95,9 +100,6 @@ def _mac(ticket: TransferParams, key: bytes) -> str:
     return hmac.new(key, b"ticket:" + msgspec.msgpack.encode(fields), sha256).hexdigest()
 
 
-log = logging.getLogger(__name__)
-
-
 def checked_transfer_params(
     params: dict[str, Any], key: bytes, tokens: list[int], hashes: BlockHashes, seed: bytes
 ) -> TransferParams | None:
@@ -136,12 +138,6 @@ def _check_prompt(
             TransferReason.OTHER_PROMPT,
             f"ticket {ticket.remote_request_id!r} is for other tokens, or another tenure",
         )
-
-
-_POSITIVE = ("lease", "timeout", "threads", "copy_threads", "max_pending", "max_connections")
-#: Default backends, the preferred first; and all supported ones.
-BACKENDS = ("shm", "tcp")
-ALL_BACKENDS = ("nixl", *BACKENDS)
 
 
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

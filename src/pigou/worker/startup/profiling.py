@@ -36,6 +36,12 @@ from pigou.worker.startup.build import WorkerParts, build
 
 _PROMPT = "rehearsed-prompt"
 _STREAM = "rehearsed-stream"
+_TOKENS = 40
+_OUTPUT = 12
+_ID = "warm"
+_log = logging.getLogger("pigou.worker")
+#: Environment variable: 1 prints each stage as a line of JSON on stdout, for the fleet.
+STAGES = "PIGOU_STAGES"
 
 
 def profile_at_startup(
@@ -149,11 +155,6 @@ class _Stage:
         return plan, result.steps
 
 
-_TOKENS = 40
-_OUTPUT = 12
-_ID = "warm"
-
-
 def warm_backend(core: EngineCore, backend: Backend) -> None:
     """Compute a short request on the real core, leaving nothing in its cache."""
     room = min(core.config.max_model_len, core.config.blocks * core.config.block_size)
@@ -171,12 +172,6 @@ def _run(core: EngineCore, backend: Backend) -> None:
         plan = core.schedule(time.monotonic_ns())
         for finished in core.apply(plan, backend.execute(plan)).finished:
             backend.drop(finished.request)
-
-
-_log = logging.getLogger("pigou.worker")
-
-#: Environment variable: 1 prints each stage as a line of JSON on stdout, for the fleet.
-STAGES = "PIGOU_STAGES"
 
 
 def report_stage(stage: str) -> None:

@@ -17,6 +17,12 @@ from pigou.request import SECOND
 from pigou.sim.timing_measured import TimeCurve, VariationTable, WorkerProfile, seconds_at
 from pigou.workload.token_counter import Stream
 
+#: Least gaps, and least seconds, that a mean gap is taken of.
+MIN_GAPS, MIN_SECONDS = 16, 0.05
+#: Number of equally likely factors of a step's time.
+CLASSES = 50
+_Array = NDArray[np.float64]
+
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
@@ -105,14 +111,6 @@ def side_gaps(times: NDArray[np.int64]) -> int:
     return max(MIN_GAPS, math.ceil(MIN_SECONDS * SECOND / max(mean, 1.0)))
 
 
-#: Least gaps, and least seconds, that a mean gap is taken of.
-MIN_GAPS, MIN_SECONDS = 16, 0.05
-
-
-#: Number of equally likely factors of a step's time.
-CLASSES = 50
-
-
 @dataclass(frozen=True)
 class StreamGaps:
     """Seconds between tokens while `n` streams, and nobody else, decode."""
@@ -176,9 +174,6 @@ def scatter(seen: Sequence[tuple[StreamGaps, float]], places: Sequence[float]) -
         return ()
     means = np.array([part.mean() for part in np.array_split(every, CLASSES)])
     return tuple(float(value) for value in means / means.mean())
-
-
-_Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,29 @@ from pigou.workload.prompts import WORDS, PromptJob
 from pigou.workload.token_counter import SentRequest, Stream
 
 _TOKENS, _SEQS, _MAX_REQUEST_TOKENS = 2048, 64, 2048
+#: Maximum share of time for the first round's decodes.
+_FIRST = 0.5
+#: Told of each measurement: how many are done, of how many, what is measured, and the seconds that
+#: the rest takes (None while unknown).
+Watch = Callable[[int, int, str, float | None], None]
+#: Tokens of a short prompt.
+_SHORT = 16
+#: Steps by which streams start apart at most, for each of them; doubled where it is not enough.
+_LEAD = 2
+#: Seconds that decodes are measured for, where the streams may be so long.
+_MIN_DECODE_S = 0.25
+#: Retries of a measurement whose streams did not overlap.
+_TRIES = 5
+#: Tokens of a request whose first one counts: it has to come through while others are computed.
+_FOLLOWED = 8
+#: Seconds before it, in which the worker has nothing to do, and its processor forgets.
+_REST = 0.03
+#: Times as often as others are prompts beside a stream measured: it loses little, in much noise.
+_OFTEN = 3
+#: Tokens after which a stream is known to run, and of which pauses are long.
+_PAUSE = MIN_GAPS + 8
+#: Prompts that are made ready for one running stream.
+_MIXED_PROMPTS = 12
 
 
 @dataclass(frozen=True)
@@ -151,10 +174,6 @@ async def _read(session: aiohttp.ClientSession, url: str) -> bytes:
         raise EndpointError(f"{url} does not answer: {error or type(error).__name__}") from error
 
 
-#: Maximum share of time for the first round's decodes.
-_FIRST = 0.5
-
-
 class Pace:
     """Estimates a profile's time in steps of the worker, and keeps it within a budget."""
 
@@ -208,19 +227,6 @@ class Pace:
     @property
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._began
-
-
-#: Told of each measurement: how many are done, of how many, what is measured, and the seconds that
-#: the rest takes (None while unknown).
-Watch = Callable[[int, int, str, float | None], None]
-#: Tokens of a short prompt.
-_SHORT = 16
-#: Steps by which streams start apart at most, for each of them; doubled where it is not enough.
-_LEAD = 2
-#: Seconds that decodes are measured for, where the streams may be so long.
-_MIN_DECODE_S = 0.25
-#: Retries of a measurement whose streams did not overlap.
-_TRIES = 5
 
 
 class Measuring:
@@ -459,18 +465,6 @@ class _Pace:
 
     steps: int
     lead: int
-
-
-#: Tokens of a request whose first one counts: it has to come through while others are computed.
-_FOLLOWED = 8
-#: Seconds before it, in which the worker has nothing to do, and its processor forgets.
-_REST = 0.03
-#: Times as often as others are prompts beside a stream measured: it loses little, in much noise.
-_OFTEN = 3
-#: Tokens after which a stream is known to run, and of which pauses are long.
-_PAUSE = MIN_GAPS + 8
-#: Prompts that are made ready for one running stream.
-_MIXED_PROMPTS = 12
 
 
 def batches(limits: Limits, steps: int) -> Iterator[tuple[int, int]]:

@@ -55,6 +55,14 @@ _toll_memory: Any = inlined(terms.toll_memory)
 
 _NO_FETCHES: Numbers = np.zeros(0)
 _NO_BACKLOG = PrefillBacklog()
+LoadArrays: TypeAlias = tuple[Flags, Flags, Counts, Counts, Counts, Counts, Counts, Numbers]
+UnderWayArrays: TypeAlias = tuple[Counts, Counts, Counts]
+#: Hosts of the workers, (workers,), and factors of the links between hosts, (hosts, hosts).
+LinkArrays: TypeAlias = tuple[Counts, Numbers]
+CacheArrays: TypeAlias = tuple[Counts, Counts, Counts, Counts, Numbers, Counts]
+#: Workers of the candidates that prefill (-1 for local) and that decode, (candidates,) each.
+PairArrays: TypeAlias = tuple[Indices, Indices]
+SettingValues: TypeAlias = tuple[float, float, float, float]
 
 
 class WorkerLoad(NamedTuple):
@@ -96,16 +104,6 @@ class TollSetting(NamedTuple):
     rise: float
     host_restore: float
     storage_restore: float
-
-
-LoadArrays: TypeAlias = tuple[Flags, Flags, Counts, Counts, Counts, Counts, Counts, Numbers]
-UnderWayArrays: TypeAlias = tuple[Counts, Counts, Counts]
-#: Hosts of the workers, (workers,), and factors of the links between hosts, (hosts, hosts).
-LinkArrays: TypeAlias = tuple[Counts, Numbers]
-CacheArrays: TypeAlias = tuple[Counts, Counts, Counts, Counts, Numbers, Counts]
-#: Workers of the candidates that prefill (-1 for local) and that decode, (candidates,) each.
-PairArrays: TypeAlias = tuple[Indices, Indices]
-SettingValues: TypeAlias = tuple[float, float, float, float]
 
 
 def cost_rows(
