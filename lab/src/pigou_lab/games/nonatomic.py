@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -38,32 +40,28 @@ def check_cost(name: str, cost: Cost, demand: float) -> None:
         before = value
 
 
-class ParallelLinks:
-    """A demand that spreads over parallel links, each infinitesimal part selfishly.
+class NonatomicGame(ABC):
+    """Infinitesimal parts of flow that each choose the cheapest way over priced edges.
 
-    ``costs[i]`` is link i's cost of flow: non-negative, non-decreasing, perhaps infinite. Flows
-    have shape (links,). Raises ValueError for an invalid cost, or if no finite cost carries
-    ``demand``.
+    Flows have shape (edges,), and ``costs[i]`` is edge i's cost of flow.
     """
 
-    def __init__(self, costs: Sequence[Cost], demand: float) -> None:
-        if not costs or not 0 < demand < math.inf:
-            raise ValueError(f"{len(costs)} links, demand {demand}: give a link, and a demand > 0")
-        for link, cost in enumerate(costs):
-            check_cost(f"costs[{link}]", cost, demand)
-        self.costs = list(costs)
-        self.demand = float(demand)
+    costs: Sequence[Cost]
+
+    @abstractmethod
+    def _level_flows(self, prices: Sequence[Cost]) -> Floats:
+        """Return flows at which no part finds a cheaper way, by these prices of the edges."""
 
     def wardrop(self) -> Floats:
-        """Return equilibrium flows: every used link costs the same, no unused one costs less."""
+        """Return equilibrium flows: each used way costs the same, and no unused one less."""
         return self._level_flows(self.costs)
 
     def optimum(self) -> Floats:
         """Return flows of least total cost, where x cost(x) is convex: marginal costs are level."""
-        return self._level_flows([self._marginal(cost) for cost in self.costs])
+        return self._level_flows([partial(marginal, cost) for cost in self.costs])
 
     def cost(self, flows: Floats) -> float:
-        """Return the total cost: the sum over links of flow times cost."""
+        """Return the total cost: the sum over edges of flow times cost."""
         pairs = zip(flows.tolist(), self.costs, strict=True)
         return math.fsum(x * cost(x) for x, cost in pairs if x > 0)
 
@@ -81,15 +79,28 @@ class ParallelLinks:
             [max(0.0, marginal(c, x) - c(x)) for c, x in zip(self.costs, flows, strict=True)]
         )
 
+
+class ParallelLinks(NonatomicGame):
+    """A demand that spreads over parallel links, each infinitesimal part selfishly.
+
+    ``costs[i]`` is link i's cost of flow: non-negative, non-decreasing, perhaps infinite. Flows
+    have shape (links,). Raises ValueError for an invalid cost, or if no finite cost carries
+    ``demand``.
+    """
+
+    def __init__(self, costs: Sequence[Cost], demand: float) -> None:
+        if not costs or not 0 < demand < math.inf:
+            raise ValueError(f"{len(costs)} links, demand {demand}: give a link, and a demand > 0")
+        for link, cost in enumerate(costs):
+            check_cost(f"costs[{link}]", cost, demand)
+        self.costs = list(costs)
+        self.demand = float(demand)
+
     def with_tolls(self, tolls: Floats) -> ParallelLinks:
         """Return the same links, each with its toll added to its cost."""
         return ParallelLinks(
             [_plus(c, t) for c, t in zip(self.costs, tolls, strict=True)], self.demand
         )
-
-    @staticmethod
-    def _marginal(cost: Cost) -> Cost:
-        return lambda flow: marginal(cost, flow)
 
     def _level_flows(self, prices: Sequence[Cost]) -> Floats:
         """Spread the demand so that prices are level; links with flat prices share the rest."""
@@ -147,7 +158,7 @@ MAX_PATHS = 10_000
 MAX_ROUNDS = 20_000
 
 
-class FlowNetwork:
+class FlowNetwork(NonatomicGame):
     """Flows from sources to sinks over the edges of a directed graph, each part selfish.
 
     ``edges`` lists (tail, head, non-decreasing cost of flow); ``demands`` maps (source, sink) to
@@ -159,6 +170,7 @@ class FlowNetwork:
         self, edges: Sequence[Edge], demands: Mapping[tuple[Hashable, Hashable], float]
     ) -> None:
         self.edges = list(edges)
+        self.costs = [cost for _, _, cost in self.edges]
         self.demands = dict(demands)
         self._paths: list[list[list[int]]] = []
         total = math.fsum(self.demands.values())
@@ -171,32 +183,6 @@ class FlowNetwork:
             if not paths:
                 raise ValueError(f"no path from {source!r} to {sink!r}: add edges")
             self._paths.append(paths)
-
-    def wardrop(self) -> Floats:
-        """Return equilibrium flows: of each demand, every used path costs the same, and least."""
-        return self._equilibrate([cost for _, _, cost in self.edges])
-
-    def optimum(self) -> Floats:
-        """Return flows of least total cost, where each edge's x cost(x) is convex."""
-        return self._equilibrate([_marginal_of(cost) for _, _, cost in self.edges])
-
-    def cost(self, flows: Floats) -> float:
-        """Return the total cost: the sum over edges of flow times cost."""
-        pairs = zip(flows.tolist(), self.edges, strict=True)
-        return math.fsum(x * edge[2](x) for x, edge in pairs if x > 0)
-
-    def price_of_anarchy(self) -> float:
-        """Return the equilibrium's total cost over the optimum's."""
-        best = self.cost(self.optimum())
-        if best <= 0:
-            raise ValueError(f"the optimum costs {best}: a ratio needs a cost above 0")
-        return self.cost(self.wardrop()) / best
-
-    def tolls(self) -> Floats:
-        """Return an edge's toll, x cost'(x) at the optimum: with them, it is an equilibrium."""
-        flows = self.optimum().tolist()
-        pairs = zip(self.edges, flows, strict=True)
-        return np.array([max(0.0, marginal(c, x) - c(x)) for (_, _, c), x in pairs])
 
     def _simple_paths(
         self, node: Hashable, sink: Hashable, seen: set[Hashable]
@@ -211,7 +197,7 @@ class FlowNetwork:
                         raise ValueError(f"more than {MAX_PATHS} paths: use a smaller graph")
                     yield [index, *rest]
 
-    def _equilibrate(self, prices: Sequence[Cost]) -> Floats:
+    def _level_flows(self, prices: Sequence[Cost]) -> Floats:
         """Move flow from each demand's dearest used path to its cheapest until all are level."""
         flows = np.zeros(len(self.edges))
         shares = [[0.0] * len(paths) for paths in self._paths]
@@ -258,7 +244,3 @@ class FlowNetwork:
         flows[leave] = np.maximum(flows[leave] - low, 0.0)
         flows[enter] += low
         return gap if low > 1e-13 * sum(shares) else 0.0
-
-
-def _marginal_of(cost: Cost) -> Cost:
-    return lambda flow: marginal(cost, flow)
