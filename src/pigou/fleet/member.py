@@ -43,9 +43,7 @@ class MemberSetup:
     plane_driver: PlaneDriver
     config: WatchConfig
     arbiter: HangArbiter
-    secret: FleetSecret | None = (
-        None  # of the fleet; None leaves local workers open to this machine
-    )
+    secret: FleetSecret | None = None  # None leaves local workers open to this machine
     models: Mapping[str, PlaneDriver] = field(default_factory=dict)  # by name, where several
 
     def driver_of(self, model: str) -> PlaneDriver:
