@@ -17,13 +17,13 @@ import msgspec
 from benchmarks.lib.dynamo_mockers import dynamo_home
 from benchmarks.lib.peers import PeerMissing
 from pigou.control.planner.planner import PlannerSetup
-from pigou.control.planner.target_planner import TargetPlanner, prefill_and_decode
 from pigou.performance.model import PerformanceModel
 from pigou.request import Role
 from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState
 from pigou_lab.planner.dynamo import DynamoPlannerParams
 from pigou_lab.planner.dynamo_passes import ForwardPass, forward_pass, profile_passes
 from pigou_lab.planner.dynamo_sla import interval_load
+from pigou_lab.planner.history_planner import HistoryPlanner, prefill_and_decode
 
 DRIVER = Path(__file__).with_name("dynamo_driver.py")
 PACKAGES = (
@@ -116,7 +116,7 @@ class DynamoProcess:
         self._errors.close()
 
 
-class DynamoPeer(TargetPlanner):
+class DynamoPeer(HistoryPlanner):
     """Dynamo's own planner: one process for each model, each with the budget of its model.
 
     Its targets are carried out as those of `dynamo` are.

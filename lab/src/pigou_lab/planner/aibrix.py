@@ -9,14 +9,10 @@ from typing import ClassVar, Literal
 import msgspec
 
 from pigou.control.planner.planner import PlannerSetup
-from pigou.control.planner.target_planner import (
-    TargetPlanner,
-    WindowHistory,
-    requests_of,
-    supply,
-)
+from pigou.control.planner.target_planner import supply
 from pigou.request import SECOND
 from pigou.windows.planner_window import PlannerWindow, WorkerState
+from pigou_lab.planner.history_planner import HistoryPlanner, WindowHistory, requests_of
 
 Metric = Literal["kv-usage", "requests"]
 
@@ -80,7 +76,7 @@ def pool_total(window: PlannerWindow, name: str, metric: Metric) -> float | None
     return sum(known) * len(ready) / len(known) if known else None
 
 
-class AibrixApa(TargetPlanner):
+class AibrixApa(HistoryPlanner):
     """r = use / target, use the mean metric of N workers.
 
         r > 1 + up_tolerance      min(ceil(N r), ceil(N max_scale_up_rate))
@@ -124,7 +120,7 @@ def apa_desired(count: int, ratio: float, params: ApaParams) -> int:
     return count
 
 
-class AibrixKpa(TargetPlanner):
+class AibrixKpa(HistoryPlanner):
     """desired = ceil(total / target), on a stable and a panic window of the summed metric.
 
     Panic begins when the panic value exceeds `panic_threshold` times the stable one, or its desired

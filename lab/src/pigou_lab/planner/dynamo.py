@@ -9,7 +9,7 @@ from typing import ClassVar
 import msgspec
 
 from pigou.control.planner.planner import PlannerSetup
-from pigou.control.planner.target_planner import TargetPlanner, prefill_and_decode, supply
+from pigou.control.planner.target_planner import supply
 from pigou.objectives import Slo
 from pigou.performance.learning import prior_model
 from pigou.request import SECOND, Role
@@ -23,6 +23,7 @@ from pigou_lab.planner.dynamo_budget import (
 from pigou_lab.planner.dynamo_engine import EngineModel
 from pigou_lab.planner.dynamo_passes import ForwardPass, forward_pass
 from pigou_lab.planner.dynamo_sla import LoadForecasts, interval_load
+from pigou_lab.planner.history_planner import HistoryPlanner, prefill_and_decode
 
 
 class DynamoPlannerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -72,7 +73,7 @@ class _ModelState:
     reduction: tuple[dict[str, int], tuple[int, ...], int] | None = None
 
 
-class DynamoPlanner(TargetPlanner):
+class DynamoPlanner(HistoryPlanner):
     """Predictive floors and reactive steps, within the budget.
 
     Predictive: replicas = ceil(forecast requests / interval / engine_rps), at 100% utilisation.

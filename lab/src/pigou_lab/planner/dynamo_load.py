@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar
 
 import msgspec
 
 from pigou.control.planner.planner import PlannerSetup
-from pigou.control.planner.target_planner import (
-    TargetPlanner,
-    known_mean,
-    supply,
-)
+from pigou.control.planner.target_planner import supply
 from pigou.request import Role
 from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState
+from pigou_lab.planner.history_planner import HistoryPlanner, NonNegativeParams, known_mean
 
 
-class DynamoLoadParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DynamoLoadParams(NonNegativeParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `DynamoLoad`, with its defaults."""
 
     adjustment_interval_s: float = 30.0  # between two decisions
@@ -30,13 +26,8 @@ class DynamoLoadParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     # back.
     prefill_buffer_intervals: int = 3
 
-    def __post_init__(self) -> None:
-        for field in self.__struct_fields__:
-            if not 0 <= getattr(self, field) < math.inf:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 0")
 
-
-class DynamoLoad(TargetPlanner):
+class DynamoLoad(HistoryPlanner):
     """+1 above the upper threshold, -1 below the lower (Dynamo 0.x `load_planner.md`)."""
 
     name: ClassVar[str] = "dynamo-load"

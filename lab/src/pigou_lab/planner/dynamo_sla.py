@@ -12,15 +12,11 @@ from pigou.config import ConfigError
 from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.predictors.predictor import LoadPredictor
 from pigou.control.planner.predictors.predictor import load as load_predictor
-from pigou.control.planner.target_planner import (
-    TargetPlanner,
-    known_mean,
-    prefill_and_decode,
-)
 from pigou.performance.model import PerformanceModel
 from pigou.performance.speed import largest_batch
 from pigou.windows.planner_window import LoadWindow, PlannerWindow, PoolWindow
 from pigou_lab.planner.dynamo_budget import clamp_to_budget
+from pigou_lab.planner.history_planner import HistoryPlanner, known_mean, prefill_and_decode
 
 
 class DynamoSlaParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -99,7 +95,7 @@ def interval_load(windows: Iterable[PlannerWindow], model: str, seconds: float) 
     )
 
 
-class DynamoSla(TargetPlanner):
+class DynamoSla(HistoryPlanner):
     """Replicas for the next interval's forecast.
 
         c_p = TTFT / expected TTFT,  c_d = ITL / expected ITL

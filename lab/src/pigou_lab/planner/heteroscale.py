@@ -9,19 +9,20 @@ from typing import ClassVar
 import msgspec
 
 from pigou.control.planner.planner import PlannerSetup
-from pigou.control.planner.target_planner import (
-    TargetPlanner,
-    known_mean,
-    prefill_and_decode,
-    supply,
-)
+from pigou.control.planner.target_planner import supply
 from pigou.performance.model import joint_share
 from pigou.performance.speed import RequestMix
 from pigou.request import SECOND
 from pigou.windows.planner_window import PlannerWindow, PoolWindow
+from pigou_lab.planner.history_planner import (
+    HistoryPlanner,
+    NonNegativeParams,
+    known_mean,
+    prefill_and_decode,
+)
 
 
-class HeteroScaleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class HeteroScaleParams(NonNegativeParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `HeteroScale`; cooldowns follow a change."""
 
     # decode tokens a second of one decode worker; 0 for what it serves inside the objective by its
@@ -34,13 +35,8 @@ class HeteroScaleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     up_cooldown_s: float = 0.0
     down_cooldown_s: float = 300.0
 
-    def __post_init__(self) -> None:
-        for field in self.__struct_fields__:
-            if not 0 <= getattr(self, field) < math.inf:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 0")
 
-
-class HeteroScale(TargetPlanner):
+class HeteroScale(HistoryPlanner):
     """D = ceil(decode tokens a second / target), P = ceil(ratio D) (arXiv 2508.19559)."""
 
     name: ClassVar[str] = "heteroscale"

@@ -12,9 +12,10 @@ from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.target_planner import TargetPlanner, supply
 from pigou.request import SECOND
 from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState
+from pigou_lab.planner.history_planner import NonNegativeParams
 
 
-class HpaParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class HpaParams(NonNegativeParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters that both share, with the controller's defaults."""
 
     tolerance: float = 0.1  # of the ratio of metric to target, within which nothing is done
@@ -23,11 +24,6 @@ class HpaParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     down_window_s: float = 300.0
     up_pods: int = 4
     up_share: float = 1.0
-
-    def __post_init__(self) -> None:
-        for field in self.__struct_fields__:
-            if not 0 <= getattr(self, field) < math.inf:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 0")
 
 
 class HpaQpsParams(HpaParams, frozen=True, forbid_unknown_fields=True, kw_only=True):

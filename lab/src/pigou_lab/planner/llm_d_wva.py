@@ -9,9 +9,10 @@ from typing import ClassVar
 import msgspec
 
 from pigou.control.planner.planner import PlannerSetup
-from pigou.control.planner.target_planner import TargetPlanner, known_mean, supply
+from pigou.control.planner.target_planner import TargetPlanner, supply
 from pigou.request import Role
 from pigou.windows.planner_window import LoadWindow, PlannerWindow, PoolWindow, WorkerState
+from pigou_lab.planner.history_planner import known_mean
 
 #: Mean output tokens up to which a bucket of observed capacities goes.
 OUTPUT_BUCKETS = (100.0, 500.0, math.inf)

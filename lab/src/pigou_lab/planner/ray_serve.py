@@ -8,16 +8,13 @@ from typing import ClassVar
 import msgspec
 
 from pigou.control.planner.planner import PlannerSetup
-from pigou.control.planner.target_planner import (
-    TargetPlanner,
-    requests_of,
-    supply,
-)
+from pigou.control.planner.target_planner import supply
 from pigou.request import SECOND
 from pigou.windows.planner_window import PlannerWindow, PoolWindow
+from pigou_lab.planner.history_planner import HistoryPlanner, NonNegativeParams, requests_of
 
 
-class RayServeParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RayServeParams(NonNegativeParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `RayServe`, with its defaults (`AutoscalingConfig`)."""
 
     target_ongoing_requests: float = 2.0
@@ -29,14 +26,12 @@ class RayServeParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     downscaling_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        for field in self.__struct_fields__:
-            if not 0 <= getattr(self, field) < math.inf:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 0")
+        super().__post_init__()
         if not self.target_ongoing_requests > 0:
             raise ValueError("target_ongoing_requests is 0; it must be above 0")
 
 
-class RayServe(TargetPlanner):
+class RayServe(HistoryPlanner):
     """error = ongoing / (N target); desired = ceil(N (1 + (error - 1) factor)), after a delay."""
 
     name: ClassVar[str] = "ray"
