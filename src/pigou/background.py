@@ -25,7 +25,7 @@ class TaskState:
     name: str  # unique among the live tasks of the process
     state: str = "running"  # running, or backoff while it waits for its restart
     restarts: int = 0  # times that it failed and was started again
-    error: str = ""  # of the last failure; empty before one
+    error: str = ""  # last failure's message; empty before one
 
 
 class Background:

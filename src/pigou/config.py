@@ -78,7 +78,7 @@ def wrong(error: Exception, kind: type[msgspec.Struct], values: Any) -> str:
     elif text.startswith("Expected ") and field:
         return f"{field} is {reprlib.repr(value)}: {text[:1].lower()}{text[1:]}"
     elif "." not in field and "[" not in field:
-        return text  # of a struct's own check, which names the field
+        return text  # from a struct's own check, which names the field
     return f"{field}: {text}" if field else text
 
 
@@ -155,7 +155,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     # blocks left free for each running sequence when another one is admitted, so that it does not
     # make them preempt one another; 0 is what vLLM does.
     headroom: int = 1
-    eviction: EvictionConfig | None = None  # of cache entries of running requests; None for none
+    eviction: EvictionConfig | None = None  # token eviction from running requests; None for none
 
     def __post_init__(self) -> None:
         for name in ("blocks", "block_size", "max_seqs", "max_batched_tokens", "max_model_len",

@@ -26,8 +26,8 @@ class Option:
     group: str = OTHER_OPTIONS  # heading that it stands under in the help
     name: str = ""  # with underscores; empty for the field's own
     form: Form = "plain"
-    key: str = ""  # of a `named` form: key of the field's dictionary that the name goes to
-    params: str = ""  # of a `named` form without key: field that the parameters go to
+    key: str = ""  # `named` form: key of the field's dictionary that the name goes to
+    params: str = ""  # `named` form without key: field that the parameters go to
     flags: tuple[str, ...] = ()  # as they are typed, such as `--chat`; empty for `--name`
     # whether the parser checks the values of a Literal, and the help lists them.
     choices: bool = False

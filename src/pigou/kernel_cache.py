@@ -137,7 +137,7 @@ def _wait(descriptor: int) -> None:
             return
         except BlockingIOError:
             if time.monotonic() >= deadline:
-                return  # its holder hangs; a kernel compiled twice does no harm
+                return  # the lock's holder hangs; a kernel compiled twice does no harm
             time.sleep(_POLL_S)
         except OSError:  # the file system has no locks
             return

@@ -86,7 +86,7 @@ class WorkloadClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     name: str = ""
     slo: Slo = msgspec.field(default_factory=Slo)
-    weight: float = 1.0  # of a second of delay, above 0
+    weight: float = 1.0  # weight of a second of delay, above 0
     header: str = ""  # `name=value` of an HTTP header, name in lower case; "" for any
     key: str = ""  # API key id; "" for any
     model: str = ""
@@ -115,7 +115,7 @@ class WorkloadClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits of the fleet. GPUs of starting and draining workers count."""
 
-    max_gpus: int | None = None  # of all pools; None for no limit
+    max_gpus: int | None = None  # limit over all pools; None for no limit
     pool_gpus: dict[str, int] = {}  # limits by pool
     model_gpus: dict[str, int] = {}  # limits by model, over its pools
     min_workers: int = 1  # least per pool, starting ones counted
@@ -164,7 +164,7 @@ class ProvisioningTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 class Objectives:
     """Objectives of requests."""
 
-    slo: Slo | None = None  # of requests without a class; None for no objective
+    slo: Slo | None = None  # objective of requests without a class; None for none
     classes: tuple[WorkloadClass, ...] = ()  # a request belongs to the first match
 
     @property

@@ -73,8 +73,8 @@ class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):  # mad
     id: str  # unique among the requests in flight
     prompt: int  # tokens of the prompt, at least 1
     max_tokens: int  # most tokens to generate, at least 1
-    # of the full blocks of the prompt, shape (prompt // block_size, 2), or fewer rows (what has no
-    # hash is not shared).
+    # hashes of the prompt's full blocks, shape (prompt // block_size, 2); fewer rows leave the
+    # other blocks unshared.
     hashes: BlockHashes = _NO_HASHES
     priority: int = 0  # lower goes first (vLLM's convention)
     arrival: int = 0  # when it arrived, in nanoseconds
@@ -90,14 +90,14 @@ class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):  # mad
     overrides: Mapping[str, float] = _NOTHING
     streamed: bool = True  # its driver sees tokens as they come, and tells of them
     splits: bool = True  # its prompt may be computed by another worker than the one that streams
-    # when what is cached under its tenure becomes void, in nanoseconds since 1970.
+    # end of its tenure, when its cached blocks become void, in nanoseconds since 1970.
     expiry: int = NEVER
-    sequences: int = 1  # that its worker computes for it together, at least 1
-    # id of the client's request that it is one sequence of; empty for one that is alone.
+    sequences: int = 1  # sequences that its worker computes together, at least 1
+    # id of the client's request that it is a sequence of; empty for a single sequence.
     group: str = ""
-    held: int = 0  # sequences of that group that its driver has not submitted yet
+    held: int = 0  # sequences of the group that its driver has not submitted yet
     held_tokens: int = 0
-    # name that it asks for where that is another than its workers' own, as of an adapter.
+    # requested model name where it differs from its workers' own, as for an adapter.
     model: str = ""
     eligible: frozenset[str] = frozenset()  # ids of the workers that can serve it; empty for all
 
@@ -117,8 +117,8 @@ class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):  # mad
 class Rehearsed(NamedTuple):
     """What a worker measured before it was ready: a prompt, streams, or a prompt beside streams."""
 
-    tokens: int  # of the prompt, none of them cached; 0 for none
-    streams: int  # that decoded a token in each of the steps; 0 for none
+    tokens: int  # prompt length, nothing cached; 0 for no prompt
+    streams: int  # streams that decoded a token in each step; 0 for none
     steps: int
     seconds: float
 
@@ -142,19 +142,18 @@ class Worker:
     url: str  # base address of its HTTP server, without a trailing slash
     role: Role = Role.BOTH
     block_size: int = 16  # tokens in one of its KV blocks
-    blocks: int = 0  # KV blocks that it has, 0 when it did not say
-    max_seqs: int = 0  # most sequences that it runs at once, 0 when it did not say
+    blocks: int = 0  # KV blocks; 0 if unknown
+    max_seqs: int = 0  # maximum of concurrent sequences; 0 if unknown
     events: bool = True  # whether it publishes KV events; if not, what it holds is predicted
     # whether its requests of a lower priority overtake others between any two steps, prompts that
     # were begun among them.
     overtakes: bool = False
-    # of its cache, for others that may read it: workers of one layout read from each other; "" for
-    # one that does not.
+    # layout id of its cache; workers of one layout read from each other, "" takes no part.
     layout: str = ""
-    # what it measured of its own speed; empty where it did not.
+    # its own speed, measured at startup; empty if unknown.
     rehearsed: tuple[Rehearsed, ...] = ()
     location: Location = UNKNOWN_LOCATION  # the labels of its node
-    version: str = ""  # of its deployment: workers of different versions exchange no KV
+    version: str = ""  # deployment version; workers of different versions exchange no KV
 
     @property
     def fetch_layout(self) -> str:

@@ -39,8 +39,7 @@ class SamplingParams:
     # divides (or multiplies, when negative) the logits of tokens of the prompt and the output; 1
     # does nothing.
     repetition_penalty: float = 1.0
-    # of the generator, which is keyed by (seed, position), so that a sequence continued elsewhere
-    # draws the same tokens.
+    # key of the generator, with the position: a sequence continued elsewhere draws the same tokens.
     seed: int = 0
     # how many most probable tokens to report beside the chosen; None for no report.
     logprobs: int | None = None

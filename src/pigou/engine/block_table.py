@@ -18,16 +18,16 @@ COLUMNS = 9
 #: Rows of a plan's array: rows, first positions, tokens to compute, entries in the cache.
 PLAN_ROWS, PLAN_STARTS, PLAN_COUNTS, PLAN_KV_LENS = range(4)
 PLAN_COLUMNS = 4
-#: Rows of `work`, arrays that are used again for each plan. Of the scheduler: entries of the plan,
-#: their rows and tokens; rows whose blocks are full, and the blocks that they get; of each block of
-#: the lookahead who needs it, at which step, and which it is; and what `look_ahead` sorts rows by.
+#: Rows of `work`, arrays reused for each plan. Scheduler: entries of the plan with their rows and
+#: tokens; rows whose blocks are full, and the blocks that they get; for each block of the lookahead
+#: the row that needs it, the step and the block; and the sort keys of `look_ahead`.
 (
     ENTRY_ROW, ENTRY_COUNT, GROWING_ROW, GROWING_BLOCK, NEED_ROW, NEED_STEP, NEED_BLOCK,
     PHASE_START, PHASE_FILL, BY_PHASE,
 ) = range(10)  # fmt: skip
-#: Of output processing: steps of each row; tokens of each entry; entries at their limit, and those
-#: with blocks to cache; blocks that no row needs any more; of each time that blocks were cached the
-#: first one, how many there were, and how many hashes had been removed before.
+#: Output processing: steps of each row; tokens of each entry; entries at their limit, and those
+#: with blocks to cache; freed blocks; for each batch of cached blocks the first one, their number,
+#: and the hashes removed before.
 STEPS_DONE, TOKENS, ENDED, FULL, ORPHAN, MARK_FIRST, MARK_COUNT, MARK_REMOVED = range(10, 18)
 WORK_ROWS = 18
 

@@ -104,7 +104,7 @@ class DeferredOffload:
 class PinnedCopy(NamedTuple):
     """Device blocks pinned while they are copied."""
 
-    table: Ints  # of a sequence from its beginning on, shape (n,)
+    table: Ints  # leading blocks of a sequence, shape (n,)
     evict_next: bool  # True to free them for reuse first
 
 

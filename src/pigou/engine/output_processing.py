@@ -330,7 +330,7 @@ def truncate(state: EngineState, seq: Sequence, tokens: int) -> None:
     computed = int(rows.computed[row]) - tokens
     entries = computed - int(rows.dropped[row])
     full, used = entries // size, -(-entries // size)
-    if used > full and full < rows.cached[row]:  # its end will hold something else
+    if used > full and full < rows.cached[row]:  # other tokens will fill its end
         state.note_removed(state.pool.forget(rows.tables[row], full, used))
     state.truncate_row(seq, used)
     rows.computed[row] = computed

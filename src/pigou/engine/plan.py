@@ -21,7 +21,7 @@ _NO_TIMES: Nanos = np.empty(0, dtype=np.int64)
 class Started(msgspec.Struct, frozen=True):
     """A request that starts to compute in a row, first or after a preemption."""
 
-    request: str  # its id
+    request: str
     row: int  # until it finishes or is preempted
     computed: int  # tokens with KV (prefix hit, swapped in, or loaded)
 
@@ -33,7 +33,7 @@ class Load(msgspec.Struct, frozen=True):
     writes to them any more. The request is `Started` after that.
     """
 
-    request: str  # its id
+    request: str
     # the row of the batch that it holds; -1 where nobody asks for the blocks yet: a session that is
     # away is expected back (`pigou.kv.session_returns`), and never `Started`.
     row: int
@@ -43,7 +43,7 @@ class Load(msgspec.Struct, frozen=True):
     blocks: Ints
     # from which tier each block is restored, shape (n,); empty where another worker offers them.
     tiers: Ints = _NONE
-    # of the blocks that are restored, shape (n, 2); empty where another worker offers them.
+    # hashes of the restored blocks, shape (n, 2); empty where another worker offers them.
     hashes: BlockHashes = msgspec.field(default_factory=no_hashes)
 
 
@@ -126,10 +126,10 @@ class Plan(msgspec.Struct):
 class Finish(msgspec.Struct, frozen=True):
     """A sequence that ended before its length limit (end token, stop, error)."""
 
-    entry: int  # its index in the plan
+    entry: int  # index in the plan
     reason: FinishReason
-    # of the plan's steps, how many count for it (at least 1); what was computed beyond is truncated
-    # before a block is hashed.
+    # steps of the plan that count for it, at least 1; later tokens are truncated before a block is
+    # hashed.
     steps: int
 
 
@@ -142,7 +142,7 @@ class Result(msgspec.Struct):
     # (blocks, 2). The core knows `Request.hashes` and what it got before, also after a preemption.
     # A row left out, or fewer hashes, leaves blocks unshared.
     full_block_hashes: dict[int, BlockHashes] = {}
-    # of each step, in nanoseconds, shape (steps,); empty where nobody timed them.
+    # nanoseconds per step, shape (steps,); empty if not timed.
     durations: Nanos = _NO_TIMES
     # for the rows that were to be scored, the return lost with each further block of entries that
     # the row gives up (those of least return first), after the plan's last step, shape (blocks that
@@ -156,7 +156,7 @@ class Result(msgspec.Struct):
 class Finished(msgspec.Struct, frozen=True):
     """A request that left the engine."""
 
-    request: str  # its id
+    request: str
     reason: FinishReason
     prompt: int  # tokens of its prompt
     cached: int  # prompt tokens hit or loaded at first admission

@@ -97,8 +97,7 @@ class ScheduleBuilder(msgspec.Struct):
     swap_out: list[Ints] = []
     copies: list[Ints] = []
     swap_in: list[Ints] = []
-    # of the first prompt, which those of a higher number yield to; None before.
-    top_priority: int | None = None
+    top_priority: int | None = None  # the first prompt's; higher numbers yield to it
     steady: bool = True  # True if the next step is the same unless a sequence ends
 
     @property

@@ -42,7 +42,7 @@ class Sequence:
         self.length = request.prompt  # prompt and generated tokens
         self.computed = 0  # tokens with KV on the host
         self.dropped = 0  # computed tokens with evicted entries
-        self.host_blocks: Ints = NO_BLOCKS  # of that KV, in order
+        self.host_blocks: Ints = NO_BLOCKS  # swapped-out blocks, in order
         self.hashes = hashes  # known hashes of full blocks, shape (known, 2), without gaps
         self.remote_tokens = request.remote  # offered by another worker
         self.cached_tokens = -1  # prompt tokens cached at first admission; -1 before

@@ -29,7 +29,7 @@ _MAX_GATHERING = CONTEXT_TOKENS // 2
 class ProfiledLoad(NamedTuple):
     """A load to measure."""
 
-    tokens: int  # of a prompt; 0 for `DECODE_STEPS` steps without one
+    tokens: int  # prompt length; 0 for `DECODE_STEPS` steps without a prompt
     streams: int
 
     @property

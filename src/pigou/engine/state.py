@@ -34,7 +34,7 @@ class EngineStats:
     """Totals since the start."""
 
     queried_tokens: int = 0  # tokens of prompts looked up in the prefix cache
-    hit_tokens: int = 0  # of those, tokens that were cached
+    hit_tokens: int = 0  # queried tokens that were cached
     preemptions: int = 0  # how often a sequence lost its row
     swaps: int = 0
     evicted_tokens: int = 0  # entries that rows gave up
@@ -53,7 +53,7 @@ class EvictionScores:
         self.regained_returns: list[Floats | None] = [None] * max_seqs
         #: tokens computed when the row was scored, -1 for never
         self.scored_at: Ints = np.full(max_seqs, -1, dtype=np.int32)
-        #: of the row, offered to the tiers before
+        #: by row, blocks offered to the tiers so far
         self.offered_blocks: Ints = np.zeros(max_seqs, dtype=np.int32)
         self.wanted = 0  # blocks that the plan under way lacked before rows gave some up
         #: What `evictable_blocks` writes, (max_seqs,) each.

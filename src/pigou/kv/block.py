@@ -33,9 +33,9 @@ def ensure(law: bool, otherwise: str) -> None:
 class Block(NamedTuple):
     """A KV block offered to a tier or evicted from one."""
 
-    key: bytes  # its hash, 16 bytes, most significant first (`keys_of`)
+    key: bytes  # 16-byte hash, most significant byte first (`keys_of`)
     parent: bytes  # key of the block before it in its chain; `ROOT` for the first
-    depth: int  # its index in the chain, from 0
+    depth: int  # index in the chain, from 0
     size: int  # bytes in the tier
     expiry: int = NEVER  # when its tenure ends, in nanoseconds of the epoch
 
@@ -102,8 +102,8 @@ class KVLayout:
     """Memory layout of one KV block."""
 
     model: str
-    digest: str  # of the weights or of what identifies them (hexadecimal)
-    dtype: str  # of keys and values, by torch's name without `torch.` (`float32`, `bfloat16`)
+    digest: str  # digest of the weights, or of what identifies them (hexadecimal)
+    dtype: str  # dtype of keys and values, torch's name without `torch.` (`float32`, `bfloat16`)
     block_size: int  # tokens in a block
     layers: int  # layers that have a KV cache
     kv_heads: int  # key-value heads of a layer

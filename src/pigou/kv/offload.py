@@ -33,7 +33,7 @@ class Move:
     number: int  # id for its completion; -1 for deletions, which are not completed
     source: int  # tier to read from, or `DEVICE`
     target: int  # tier to write to, or `NOWHERE`: the blocks are deleted from `source`
-    keys: Sequence[bytes]  # of the blocks, parent before child
+    keys: Sequence[bytes]  # block keys, parent before child
     blocks: Sequence[Block] = ()  # in the same order; empty for deletions
     # device blocks to read, shape (n,); empty for another source.
     device: Ints = field(default_factory=lambda: NO_BLOCKS)

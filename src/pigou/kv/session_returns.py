@@ -26,8 +26,8 @@ _FADE = 0.99
 class SessionPause:
     """A paused session."""
 
-    hashes: BlockHashes  # of its blocks, shape (n, 2)
-    expiry: int  # of these blocks, nanoseconds
+    hashes: BlockHashes  # shape (blocks, 2)
+    expiry: int  # when the blocks expire, nanoseconds
     since: int  # start of the pause, nanoseconds
 
 

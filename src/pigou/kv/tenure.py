@@ -45,7 +45,7 @@ class Tenure:
     cache_salt: str = ""  # the request's own `cache_salt`
     model: str = ""  # name of the model, or version of the embedding
     principal: str = ""  # user, group or service within the tenant
-    permissions: frozenset[str] = frozenset()  # of the principal
+    permissions: frozenset[str] = frozenset()  # the principal's
     release: str = ""  # release manifest (weights, quantization, engine and application versions)
     template: str = ""  # version of the prompt template
     corpus: str = ""  # snapshot of the retrieved documents

@@ -32,7 +32,7 @@ class TierOption(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     name: str  # `host`, or a name registered under `pigou.tier_store`; any in simulations
     gib: float  # capacity in 2^30 bytes
     policy: str = "price"  # eviction policy, as registered under `pigou.eviction`
-    params: dict[str, Any] = {}  # of the policy
+    params: dict[str, Any] = {}  # policy parameters
 
     def __post_init__(self) -> None:
         if not 0.0 < self.gib < math.inf:

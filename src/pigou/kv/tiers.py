@@ -220,7 +220,7 @@ class Tiers:
 
     def readable(self, tier: int, key: bytes, now: int) -> bool:
         """True if a block has arrived in a tier and is valid."""
-        if self.speeds[tier].block == math.inf:  # its store is down
+        if self.speeds[tier].block == math.inf:  # the store is down
             return False
         entry = self.tiers[tier].entry(key)
         return entry is not None and key not in self._incoming[tier] and entry.block.expiry > now

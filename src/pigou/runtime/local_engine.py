@@ -31,9 +31,10 @@ class Output:
     request: str
     tokens: list[int] = field(default_factory=list)
     reason: FinishReason | None = None  # why it ended; None while it runs
-    # of output tokens, if requested.
-    logprobs: list[RankedLogprobs] = field(default_factory=list)
-    # of prompt tokens, if requested.
+    logprobs: list[RankedLogprobs] = field(
+        default_factory=list
+    )  # one per output token, if requested
+    # one per prompt token, if requested.
     prompt_logprobs: list[RankedLogprobs | None] = field(default_factory=list)
     cached: int = 0  # prompt tokens found in the cache
     preemptions: int = 0

@@ -34,7 +34,7 @@ class TokenSequence:
     # hash of the last sealed block, shape (1, 2) or (0, 2); None if not computed yet.
     last: BlockHashes | None = None
     grammar: GrammarState | None = None
-    # of the prompt tokens computed so far; empty if not requested or already reported.
+    # computed prompt tokens' logprobs; empty if not requested or already reported.
     prompt_logprobs: list[RankedLogprobs | None] = field(default_factory=list)
     failure: str | None = None  # why it failed
     _output_counts: TokenCounts | None = None

@@ -18,7 +18,7 @@ class RankedLogprobs:
     logprob: float
     rank: int  # by probability, from 1
     top: NDArray[np.int64]  # ids by descending probability, shape (k,)
-    logprobs: NDArray[np.float32]  # of `top`, shape (k,)
+    logprobs: NDArray[np.float32]  # one per id in `top`, shape (k,)
 
 
 @dataclass(slots=True)
@@ -29,10 +29,10 @@ class StepOutput:
     # Ended by an end token, stop token or grammar, or failed; the core applies length limits.
     finished: NDArray[np.bool_]
     failed: dict[int, str] = field(default_factory=dict)  # reason by entry without a token
-    # Of the sampled tokens, where requested.
+    # Sampled tokens' logprobs by entry, if requested.
     logprobs: dict[int, RankedLogprobs] = field(default_factory=dict)
-    # Of the tokens of prompts that finish in this step, where requested; None for the first token
-    # and cached ones.
+    # Prompt logprobs by entry, for prompts that finish in this step, if requested; None for the
+    # first token and cached ones.
     prompt_logprobs: dict[int, list[RankedLogprobs | None]] = field(default_factory=dict)
     # Error raised by one entry, which finishes without a token.
     broken: dict[int, str] = field(default_factory=dict)

@@ -273,7 +273,7 @@ class Debt:
     """CPU time of one sequence's grammar."""
 
     ns: int = 0  # in excess of its share so far
-    last_ns: int = 0  # of the last token
+    last_ns: int = 0  # time of the last token, ns
 
 
 class WorkBudget:

@@ -40,7 +40,7 @@ class EvictionPolicy:
     #: Type of the parameters, a frozen `msgspec.Struct` with defaults.
     Params: type[msgspec.Struct] = NoEvictionParams
     paths = False  # True if `hit` is called for every block of the path, not only the deepest
-    price = 0.0  # of a byte of the tier, in seconds of prefill per second
+    price = 0.0  # price of a byte of the tier, in seconds of prefill per second
     exclusive = False  # True if it uses `above`
     #: True for blocks that the tier above holds and will offer again before eviction; None if
     #: unknown.

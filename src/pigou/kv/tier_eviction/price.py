@@ -29,7 +29,7 @@ class PriceParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     margin: float = 1.2  # ratio of a newcomer's value to its victim's, at least
     sample: int = 4  # one in this many blocks is sampled for reuse; a power of 2
     prior: float = 20.0  # weight of the lower class in a class's hazards, in lifetimes
-    decay: float = 0.98  # of counts with each refresh of the hazards
+    decay: float = 0.98  # factor on counts at each refresh of the hazards
     followed: int = 32_768  # maximum of sampled blocks
     remembered: int = 262_144  # maximum of blocks not held whose uses are remembered
 

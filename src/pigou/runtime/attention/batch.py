@@ -22,7 +22,7 @@ class PromptChunk:
     """Several tokens of one sequence in a step."""
 
     entry: int
-    row: int  # of the block tables
+    row: int  # row in the block tables
     first: int  # index of its first token in the step
     count: int  # tokens, at least 2
     past: int  # preceding cache entries

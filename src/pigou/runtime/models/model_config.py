@@ -39,7 +39,7 @@ class ModelConfig:
     output_bias: bool = False  # on the attention output
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm of each query and key head, before RoPE
-    dtype: str = "bfloat16"  # of the published weights ("float32", "bfloat16", ...)
+    dtype: str = "bfloat16"  # dtype of the published weights ("float32", "bfloat16", ...)
     # end token ids, from generation_config.json if present.
     eos: frozenset[int] = frozenset()
 

@@ -321,7 +321,7 @@ class BucketLocation:
     url: str  # `s3://bucket/prefix`, `gs://...`, `az://...`, `file:///directory`, `memory://`
     # S3-compatible server, as `http://127.0.0.1:9000`; empty for `AWS_ENDPOINT_URL` or Amazon's.
     endpoint: str = ""
-    region: str = ""  # of an S3 bucket; empty for the environment's
+    region: str = ""  # S3 region; empty for the environment's
     timeout: float = 5.0  # seconds for a batch of blocks
     connect_timeout: float = 2.0  # seconds
     retries: int = 2  # on network errors and status >= 500

@@ -55,10 +55,10 @@ class TransferQueueStatus:
     failed: int  # blocks of failed jobs
     refused: int  # blocks of refused jobs
     errors: int  # failed jobs
-    restarts: int  # of the loop, after a failure
-    bytes: int  # of the blocks that arrived
+    restarts: int  # restarts of the loop after a failure
+    bytes: int  # bytes of arrived blocks
     seconds: float
-    latency: float  # measured seconds per job, besides those of its blocks
+    latency: float  # measured seconds per job, without its blocks' seconds
     bytes_per_second: float
 
 

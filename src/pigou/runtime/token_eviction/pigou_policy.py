@@ -44,7 +44,7 @@ MAX_ORDER = 6.0
 class PigouParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of `pigou`."""
 
-    # of the power mean (E R^order)^(1/order), -6 to 6: 0 is the median return, 1 the mean, 2 the
+    # exponent of the power mean (E R^order)^(1/order), -6 to 6: 0 is the median, 1 the mean, 2 the
     # RMS. Above 0, uncertainty favours keeping an entry, since eviction cannot be undone.
     # None: 2 in the first half of the layers, whose errors propagate, 3 in the rest, and 0.75 for
     # the generic predictor, whose sigma is less reliable.

@@ -39,7 +39,7 @@ class EvictionContext:
 
     config: EvictionConfig
     model: ModelConfig
-    folder: Path  # of the model's files
+    folder: Path  # model files
     turns: Tensor  # rotary table by position (`pigou.runtime.models.rotary_embedding.rotary_table`)
 
 
@@ -99,7 +99,7 @@ class PredictedReturns(NamedTuple):
     """Predicted returns of a row's entries."""
 
     scores: Returns  # as from `TokenPolicy.score`; layers and KV heads may share an axis
-    positions: Ints  # of the entries, per layer and KV head; these may share an axis
+    positions: Ints  # entry positions per layer and KV head; these may share an axis
 
 
 class TokenPolicy:

@@ -25,7 +25,7 @@ FOLD = 32  # queries between decays of these sums
 #: but small evictions add up before squaring.
 POWER = 1.5
 CONTENT = 2  # summary numbers of an entry's key and value
-FLOOR = 1e-4  # of sums, for finite logarithms
+FLOOR = 1e-4  # lower bound on sums, for finite logarithms
 #: Bounds of log sigma; power means stay finite up to sigma 4.5.
 LOG_SIGMA_BOUNDS = (-4.0, math.log(4.5))
 #: Files in a model's folder; not safetensors, which would count as model weights.

@@ -29,7 +29,7 @@ class Ranking:
     slots: Ints
     # per further block evicted, shape (depth // block size,).
     lost_returns: NDArray[np.float64]
-    # of whole tokens, by slot, shape (n,); None if heads evict independently.
+    # whole tokens' returns by slot, shape (n,); None if heads evict independently.
     returns: Returns | None
 
     def victims(self, first: int, drop: int) -> Ints | None:
