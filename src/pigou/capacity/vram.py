@@ -70,7 +70,7 @@ class VramMap(msgspec.Struct, frozen=True, kw_only=True):
     runtime: int  # context, communication, graphs
     scratch: int  # the sampler's tensors over the vocabulary
     blocks: int
-    tokens: int  # that the blocks hold, where every layer holds all
+    tokens: int  # tokens that the blocks hold, where every layer holds all
 
 
 def vram_map(model: Architecture, device: Gpu, config: VramConfig) -> VramMap:

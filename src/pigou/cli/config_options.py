@@ -222,9 +222,9 @@ class Override:
 class ConfigOption:
     """An option, and the field that its value goes to."""
 
-    path: tuple[str, ...]  # names of the field, and of the fields that it is in
-    kind: Any  # of the field's value
-    default: Any  # of the field; `NODEFAULT` where it must be given
+    path: tuple[str, ...]  # field names from the config down
+    kind: Any  # the field's type
+    default: Any  # the field's default; `NODEFAULT` if it must be given
     option: Option  # how it is shown and written
 
     @property

@@ -17,7 +17,7 @@ from rich.table import Table
 #: The last stage of every part.
 READY = "ready"
 _COMPILING = "compiling kernel"
-#: Of the kernels that are compiled, plain lines show one in so many.
+#: Plain lines show every tenth compiled kernel.
 _EVERY = 10
 #: Seconds between two lines where there is no terminal.
 _LINE_EVERY_S = 10.0

@@ -68,8 +68,8 @@ class CostMeter:
     ) -> None:  # fmt: skip
         """Set the prices of workers and tiers (bytes by name), and the labels of bills."""
         self._storage = storage
-        self.workers: dict[str, WorkerMeter] = {}  # that are up, by id
-        self.bills: OrderedDict[str, Usage] = OrderedDict()  # of the last requests, by id
+        self.workers: dict[str, WorkerMeter] = {}  # live workers by id
+        self.bills: OrderedDict[str, Usage] = OrderedDict()  # last requests by id
         self.owners: dict[str, str] = {}  # tenants of `bills`
         self.rate, self.model, self.workload = rate, model, workload
         self._usages: dict[UsageKey, Usage] = {}

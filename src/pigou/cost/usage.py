@@ -42,9 +42,9 @@ class Usage:
     uncached_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    prefill_gpu_s: float = 0.0  # GPU-seconds of prompts
-    restore_gpu_s: float = 0.0  # of reading cached prefixes
-    decode_gpu_s: float = 0.0  # of streams
+    prefill_gpu_s: float = 0.0  # GPU-seconds
+    restore_gpu_s: float = 0.0  # GPU-seconds of reading cached prefixes
+    decode_gpu_s: float = 0.0
     prefill_usd: float = 0.0
     restore_usd: float = 0.0
     decode_usd: float = 0.0

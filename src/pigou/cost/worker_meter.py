@@ -77,7 +77,7 @@ class WorkerMeter:
         self.rate = rate
         self.seconds = 0.0  # since it was up
         self.idle_s = self.idle_joules = 0.0  # without work
-        self.open_s = self.open_joules = 0.0  # of prompts that are not computed yet
+        self.open_s = self.open_joules = 0.0  # spent on unfinished prompts
         self.joules = 0.0
         self._prompts: dict[str, _Prompt] = {}
         self._streams: dict[str, _Stream] = {}
@@ -90,7 +90,7 @@ class WorkerMeter:
         self._step_s = 0.0
         self._fastest_step_s = math.inf
         self._mfu = _FIRST_MFU
-        self._token_s: float | None = None  # of an uncached token, once prompts were seen
+        self._token_s: float | None = None  # seconds per uncached token; None before a prompt
         self._measured: float | None = None  # joules to charge at the next settlement
         self._charged = 0.0
         self._modelled, self._scale = 0.0, 1.0 if rate.power is not None else 0.0

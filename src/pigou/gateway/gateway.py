@@ -27,8 +27,8 @@ class Gateway:
     """Parts of a gateway, shared by its pages."""
 
     config: GatewayConfig
-    plane_driver: PlaneDriver  # of the first model
-    metrics: Metrics  # of the first model, and of requests whose model is not known yet
+    plane_driver: PlaneDriver  # the first model's
+    metrics: Metrics  # the first model's; also for requests whose model is not known yet
     fleet_status: FleetStatus
     keys: Keys | None  # accepted API keys; None lets everybody in
     created: int  # Unix time in seconds, which the model card shows

@@ -50,7 +50,7 @@ class PrefillLeg(NamedTuple):
     mark: str  # mark of the tenant; empty for none
     body: Mapping[str, Any]  # JSON of the request
     worker: str  # the control plane's choice; workers of the same pool may pull the prompt
-    traceparent: str = ""  # of the waiting span; empty if not traced
+    traceparent: str = ""  # the waiting span; empty if not traced
 
 
 class PulledPrefill(NamedTuple):

@@ -48,7 +48,7 @@ _GAUGES = (
 class Price:
     """Prices of one worker at its current load, in seconds."""
 
-    worker: str  # its id
+    worker: str
     toll: float  # cost of one more stream of expected length to those that run there
     itl: float  # between tokens, as its law says for one more stream
     # cost of that stream to everybody over its cost to itself; 1 when it harms nobody.

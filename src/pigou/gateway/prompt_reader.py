@@ -114,7 +114,7 @@ class PromptTokenizer:
         try:
             messages = _messages.decode(fields.messages)
             check_messages(messages)
-            if stock:  # which reads special tokens wherever they stand
+            if stock:  # it reads special tokens wherever they stand
                 messages = [_parsed(message) for message in messages]
             elif not self.allow_special_tokens:
                 messages = self.tokenizer.guard(messages)

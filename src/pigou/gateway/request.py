@@ -96,8 +96,8 @@ class ParsedRequest:
     stream: bool
     body: Body = field(repr=False)
     fields: BodyFields = field(default_factory=BodyFields, repr=False)
-    prompt_tokens: int  # of all prompts; a guess from the text's length
-    max_tokens: int  # a guess where the client did not say
+    prompt_tokens: int  # total over all prompts, estimated from the text's length
+    max_tokens: int  # estimated if the client did not say
     single: bool = True  # one prompt and one choice: can have two legs, and go on elsewhere
     splits: bool = True  # the prompt may be computed on another worker
     # can go on where only prompt and tokens so far are understood (a stock vLLM).
@@ -153,7 +153,7 @@ class RequestStats:
     prompt_tokens: int = 0  # tokens of all prompts; 0 while unknown
     completion_tokens: int = 0
     worker: str | None = None  # id of the last worker that decoded it
-    finish_reasons: tuple[str, ...] = ()  # of ended sequences; only if traced
+    finish_reasons: tuple[str, ...] = ()  # one per ended sequence; only if traced
 
     def add(self, prompt_tokens: int, completion_tokens: int) -> None:
         """Add a sequence's totals."""
@@ -174,7 +174,7 @@ class GatewayRun:
     choice: Choice | None = None  # the workers that it was sent to last; None before
     held: int = 0  # sequences of the same request that are still to be sent
     held_tokens: int = 0
-    quota: RequestQuota | None = field(default=None, repr=False)  # its share of the key's limits
+    quota: RequestQuota | None = field(default=None, repr=False)  # share of the key's limits
     on_route: Callable[[Choice], None] | None = field(default=None, repr=False)
     overflow: str = ""  # the model that was asked for, where another one serves it
     advice: str = ""  # on the beginning of its prompt, where its client asked for some

@@ -165,7 +165,7 @@ class SpeedLearner:
         pairs = worker.computed_pairs
         if pairs is None:  # equal prompts, nothing cached
             pairs = 0.5 * tokens * tokens / prompts
-        if role.decodes:  # its steps decode too
+        if role.decodes:  # the steps decode too
             model = self.model
             seconds = max(seconds - _chunks(worker, model) * _step_s(worker, model), 0.2 * seconds)
         self._prefill.add(np.array([float(prompts), tokens, pairs]), seconds)

@@ -90,7 +90,7 @@ class LengthClasses:
         self, prompts: np.ndarray, computed: np.ndarray, outputs: np.ndarray, shares: np.ndarray
     ) -> None:
         self.prompts, self.computed, self.outputs = prompts, computed, outputs  # tokens
-        self.shares = shares  # of the requests; they add up to 1
+        self.shares = shares  # shares of the requests; they add up to 1
         self.osl = float(shares @ outputs)  # mean output tokens
         held = outputs * (prompts + 0.5 * outputs)
         self.context = float(shares @ held) / self.osl  # mean tokens that a stream holds
@@ -115,7 +115,7 @@ class PoolLoad:
         self.arrival_scv = arrival_scv  # variance of gaps over their squared mean
         pairs = zip(classes.computed.tolist(), classes.prompts.tolist(), strict=True)
         seconds = [self._seconds(tokens, prompt) for tokens, prompt in pairs]
-        self.prompt_s = np.array(seconds)  # of each class's prompt on one worker, (classes,)
+        self.prompt_s = np.array(seconds)  # prefill of each class on one worker, (classes,)
         transfers_s = performance.transfer_token_s * classes.prompts
         self.overheads_s = performance.overhead_s + transfers_s
         self.chunks = np.ceil(classes.computed / performance.chunk_tokens)

@@ -41,7 +41,7 @@ class DecodePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     streams: float  # mean running streams; other requests wait or prefill
     context_tokens: float  # mean tokens a stream holds: prompt and half of the output
     itl_mean_s: float  # busy seconds over steps
-    itl_p95_s: float  # of the requests' mean ITLs
+    itl_p95_s: float  # 95th percentile of the requests' mean ITLs
     output_tok_s: float  # tokens a second
 
 
@@ -56,8 +56,8 @@ class SweepTables(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     kv_tokens: int  # limits of one worker
     max_seqs: int
     max_batched_tokens: int
-    overhead_s: float  # of TTFT besides the prompt
-    transfer_token_s: float  # of TTFT for each token of the prompt
+    overhead_s: float  # TTFT without prefill
+    transfer_token_s: float  # TTFT added by each prompt token's transfer
     prompts: tuple[PromptPoint, ...]
     prefill: tuple[PrefillPoint, ...] = ()
     decode: tuple[DecodePoint, ...]

@@ -261,7 +261,7 @@ def fleet(samples: Samples) -> tuple[Chart, ...]:
 def memory(samples: Samples) -> tuple[Chart, ...]:
     """Return the use of the fleet's memory, and the caching game, over time."""
     x, series = samples.time_s, samples.fleet
-    if "rho" not in series:  # of a run before there were any
+    if "rho" not in series:  # recorded before the series existed
         return ()
     return (
         Chart(

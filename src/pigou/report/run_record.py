@@ -80,7 +80,7 @@ class Course(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     time_s: list[float]  # middles of the windows
     offered_rps: list[float]  # requests meant to be sent
     completed_rps: list[float]  # requests served
-    ttft_p50_s: list[float | None]  # of those meant in this window; None where none was served
+    ttft_p50_s: list[float | None]  # by intended window; None where no request was served
     ttft_p99_s: list[float | None]
 
 
@@ -90,7 +90,7 @@ class Samples(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     period_s: float  # between two samples of the fleet
     time_s: list[float]
     fleet: dict[str, list[float | None]]
-    worker_time_s: list[float]  # of the samples of the workers, which may be fewer
+    worker_time_s: list[float]  # times of the workers' samples, which may be fewer
     workers: dict[str, dict[str, list[float | None]]]
 
 
@@ -111,7 +111,7 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     config: dict[str, dict[str, Any]]  # all settings, with the seed; by group
     figures: dict[str, Any]  # as `pigou simulate --json` writes them
     outcomes: list[OutcomeCount]  # how requests ended
-    curves: dict[str, Distribution]  # of served requests, seconds, by figure
+    curves: dict[str, Distribution]  # seconds of served requests, by figure
     attainment: Attainment | None
     stages: list[Stage]  # mean seconds by stage
     load: list[LoadPoint]  # latency against load, in the order of the load

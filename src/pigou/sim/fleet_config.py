@@ -21,7 +21,7 @@ from pigou.sim.setup import TierConfig
 from pigou.yaml_file import read_yaml
 
 _MAX_GATEWAYS = 64
-_MAX_FACTOR = 10**6  # of a step's time, and of losses an hour
+_MAX_FACTOR = 10**6  # limit of factors of a step's time, and of losses an hour
 _MAX_HOSTS = 10_000
 _PART = re.compile(r"(\d+)(x?)(p|d|both|prefill|decode)")
 #: Each takes a megabyte and more, and all of them are candidates of every decision.

@@ -25,10 +25,10 @@ class LinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     # `fair` gives each transfer an equal part of its sender's link and of its receiver's, whichever
     # is less, at all times; `fifo` sends them one after another.
     sharing: Literal["fair", "fifo"] = "fair"
-    # whose links transfers share: `both`, or the `receiver`'s alone, where a sender has more than
-    # all its receivers take.
+    # ends whose links transfers share: `both`, or the `receiver`'s alone, where a sender has more
+    # bandwidth than all its receivers take.
     ends: Literal["both", "receiver"] = "both"
-    # whose a link is: a `worker`'s, or a `gpu`'s. Then ranks send the KV heads that the other
+    # owner of a link: a `worker` or a `gpu`. With `gpu`, ranks send the KV heads that the other
     # worker's ranks hold, and the slowest rank decides.
     per: Literal["worker", "gpu"] = "worker"
     # microseconds of each message that a rank handles after its first; for `gpu`.

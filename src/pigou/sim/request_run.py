@@ -86,7 +86,7 @@ class Attempt(msgspec.Struct, eq=False):
 
     run: RequestRun
     lifecycle: RequestLifecycle  # decides its next step
-    hashes: BlockHashes  # of the prompt's blocks
+    hashes: BlockHashes  # hashes of the prompt's blocks
     block_size: int  # tokens in each of these
     arrival_ns: int  # when it reached the fleet
     leg: Leg | None = None  # running on a worker, if any
@@ -131,7 +131,7 @@ class Leg(msgspec.Struct, eq=False):
     worker: str
     request: Request  # as the worker's core knows it
     number: int = 0
-    source: KVSource = NO_SOURCE  # of prompt blocks that need not be computed
+    source: KVSource = NO_SOURCE  # source of prompt blocks that need not be computed
     streams: bool = True  # whether the client receives its tokens
     first: bool = True  # whether its first token has not been generated yet
     row: int = -1  # in the batch; -1 while it has none

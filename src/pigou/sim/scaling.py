@@ -131,7 +131,7 @@ class ScaledFleet:
     membership: Membership
     meter: WindowMeter
     arrivals: OfferedRate  # arrival rate for judging moves
-    moves: list[ScalingMove] = field(default_factory=list)  # of its workers, in order
+    moves: list[ScalingMove] = field(default_factory=list)  # in order
 
     def own_name(self, name: str) -> str | None:
         """Return a name without the prefix; None for one of another fleet."""

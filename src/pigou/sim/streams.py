@@ -33,7 +33,7 @@ class Streams:
         self._streams: Flags = np.zeros(rows, dtype=np.bool_)
         self._awaits_first: Flags = np.zeros(rows, dtype=np.bool_)
         self._first_rows: Ints = np.zeros(rows, dtype=np.int32)  # an output of the kernel
-        self._slots: Counts = np.full(rows, -1, dtype=np.int64)  # of the attempts in the rows
+        self._slots: Counts = np.full(rows, -1, dtype=np.int64)  # slot of the attempt in each row
         self._awaiting = 0  # rows without a first token
         self.unpublished = False
 

@@ -20,7 +20,7 @@ from pigou.sim.setup import TierConfig
 from pigou.sim.timing import StepShape, Timing
 from pigou.sim.virtual_clock import Clock, Event, Phase
 
-#: Of the device's blocks, the share that may be under copy at once.
+#: At most one in this many device blocks is being copied at once.
 _COPIES = 2
 #: How much longer the prompt is at which the second cost of a token is read off a timing model.
 _DEEPER = 8

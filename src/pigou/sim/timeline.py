@@ -9,15 +9,15 @@ from pigou.request import SECOND
 from pigou.sim.simulation import Simulation
 from pigou.sim.virtual_clock import EPOCH, Phase
 
-#: Of the fleet. `client` waits for a connection, or is on its way; `queued` waits for a worker;
-#: `running` and `waiting` are the sums over the workers; `rho` is active over device blocks,
+#: Series of the fleet: `client` waits for a connection or is on its way; `queued` waits for a
+#: worker; `running` and `waiting` are sums over the workers; `rho` is active over device blocks;
 #: `evicted` counts blocks since the beginning.
 FLEET = (
     "client", "queued", "running", "waiting", "regime", "signal", "temperature",
     "poa", "poa_queueing", "poa_routing", "poa_prefill_decode", "poa_legacy",
     "poa_caching", "rho", "evicted",
 )  # fmt: skip
-#: Of one worker: requests that run and wait, share of KV blocks in use, and the toll in seconds.
+#: Series of one worker: running and waiting requests, share of KV blocks in use, toll in seconds.
 WORKER = ("running", "waiting", "kv_usage", "toll")
 #: Key of the samples among the last events of a moment: after all plans.
 _LAST = 2**50

@@ -62,7 +62,7 @@ class WorkerSpec:
 class FleetWorker:
     """One worker over its lives: after each death it starts again with an empty cache."""
 
-    number: int  # its index in the fleet
+    number: int  # index in the fleet
     info: Worker
     spec: WorkerSpec
     sim: SimWorker | None = None  # the live worker; None while it is dead

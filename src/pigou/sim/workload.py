@@ -16,12 +16,11 @@ from pigou.config import ConfigError, check_bounds
 from pigou.request import SECOND, BlockHashes
 from pigou.sim.arrival_rate import MAX_CV, MAX_SECONDS, MIN_CV, RateSchedule, renewal_times
 
-#: Of a request's prompt, and of its answer.
+#: Limit of a request's prompt, and of its output.
 MAX_TOKENS = 2**24
 #: Scope of templates; those of further parts of a workload have the next ones.
 _TEMPLATE_SCOPE = 1
-#: Of a closed loop.
-_MAX_USERS = 1_000_000
+_MAX_USERS = 1_000_000  # limit of a closed loop
 #: Scope of prompts that no other shares; scopes of workloads are other numbers.
 _UNSHARED_SCOPE = 2**63
 _MASK = 2**64 - 1

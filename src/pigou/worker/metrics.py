@@ -19,7 +19,7 @@ from pigou.worker.engine_thread.commands import Gauges
 from pigou.worker.engine_thread.kv_offload import OffloadConnector
 from pigou.worker.http.reply import ReplySequence
 
-#: Of `WorkerMetrics.page`.
+#: Content type of `WorkerMetrics.page`.
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20,
@@ -69,7 +69,7 @@ def _counters(*rows: tuple[str, str, str]) -> tuple[Row, ...]:
     return tuple(Row(*row, counter=True) for row in rows)
 
 
-#: Of `WorkerMetrics`; names that begin with `vllm:` are vLLM's.
+#: Rows read from `WorkerMetrics`; names that begin with `vllm:` are vLLM's.
 _ENGINE_ROWS = (
     Row("vllm:num_requests_running", "Requests that compute.", "running"),
     Row("vllm:num_requests_waiting", "Requests that wait for a row.", "waiting"),
@@ -120,7 +120,7 @@ _ENGINE_ROWS = (
         ("pigou_prefill_tokens", "Tokens of these chunks.", "gauges.prefill_tokens_total"),
     ),
 )  # fmt: skip
-#: Of `WorkEstimate`.
+#: Rows read from `WorkEstimate`.
 _WORK_ROWS = (
     *_counters(
         ("vllm:estimated_flops_per_gpu", "Estimated FLOPs of the steps on a GPU.", "flops"),
@@ -133,7 +133,7 @@ _WORK_ROWS = (
     Row("pigou_gpu_peak_bytes_per_second", "Bytes a second of its memory.",
         "peak_bytes_per_second"),
 )  # fmt: skip
-#: Of `TierFigures`.
+#: Rows read from `TierFigures`.
 TIER_ROWS = (
     Row("pigou_tier_up", "1 while its store takes work, else 0.", "status.up"),
     Row("pigou_tier_blocks", "KV blocks that it holds, those on their way included.", "blocks"),

@@ -47,7 +47,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, rename={"offered_reques
     requests_per_second: float  # completed requests over `seconds`
     output_tokens: int
     output_tokens_asked: int
-    prompt_tokens: int | None  # of completed requests; None if unknown
+    prompt_tokens: int | None  # prompt tokens of completed requests; None if unknown
     cached_tokens: int | None  # cached among them; None if unknown
     tokens_per_chunk: float | None  # output tokens per non-empty chunk
     counted_by: str | None  # "usage", "token_ids", "chunks" or "mixed"
@@ -58,8 +58,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, rename={"offered_reques
     queue_wait: LatencyDistribution | None  # from intended to sent: the client's own
     server_ttft: LatencyDistribution | None  # first token, from sending
     server_e2e: LatencyDistribution | None  # last token, from sending
-    # of the requests that ended, failed ones among them, the share inside the objective: TTFT from
-    # the intended time, mean ITL. None without an objective.
+    # share of ended requests, failed ones among them, inside the objective: TTFT from the intended
+    # time, mean ITL. None without an objective.
     attained: float | None = None
 
 

@@ -38,7 +38,7 @@ class Listed:
     page: str
     licence: str
     kind: str  # format, as in `pigou.workload.trace_formats`; empty if unreadable
-    sha256: str = ""  # of the file; empty if unknown
+    sha256: str = ""  # hash of the file; empty if unknown
     size: int = 0  # bytes; 0 if unknown
 
     @property

@@ -24,7 +24,7 @@ class Rival:
     """Routing of the rival; None keeps the journal's."""
 
     policy: str | None = None
-    # its parameters; without a name they replace those of the run's policy.
+    # parameters of the policy; without a policy they replace those of the run's.
     params: Mapping[str, Any] = field(default_factory=dict)
     temperature: float | None = None
     softmax: Softmax | None = None  # form of the choice

@@ -48,7 +48,7 @@ _MESSAGES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "tokens": ("tokens", {"id": "id", "count": "count"}),
     "submit": ("submit", {"exclude": "exclude"}),
 }
-#: Of a request, those of its fields whose names differ.
+#: Renamed fields of a request.
 _REQUEST = {"most": "max_tokens"}
 #: Fields of a KV event, which was an array.
 _EVENTS = {
@@ -141,7 +141,7 @@ def is_journal(first: bytes) -> bool:
     """Whether a file with this first line is a journal."""
     try:
         return decode_head(first) is not None
-    except JournalError:  # of another version, or broken: reading it raises the error
+    except JournalError:  # another version, or broken: reading it raises the error
         return True
 
 

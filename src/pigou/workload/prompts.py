@@ -45,7 +45,7 @@ class PromptSource:
 class Shape:
     """Prompt and output lengths in tokens, and shared prefixes."""
 
-    input: LengthRange  # of the part that is a prompt's own
+    input: LengthRange  # prompt tokens after the shared prefix
     output: LengthRange
     prefixes: int = 0  # how many shared prefixes there are; 0 for none
     prefix_length: int = 0
@@ -62,7 +62,7 @@ class PromptJob:
 
     prompt: Prompt  # token ids or text
     output: int  # tokens to ask for
-    prefix: int | None = None  # which shared prefix it begins with, None for none
+    prefix: int | None = None  # number of the shared prefix it begins with; None for none
 
 
 def pieces(text: str) -> list[str]:

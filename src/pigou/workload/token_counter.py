@@ -29,7 +29,7 @@ class Stream:
     last: int  # when the last token arrived
     tokens: int
     prompt_tokens: int | None  # as the endpoint counted them; None when it did not say
-    cached_tokens: int | None  # of the prompt, not computed anew; None when it did not say
+    cached_tokens: int | None  # cached prompt tokens; None when it did not say
     chunks: int
     counted: Counted  # what told how many tokens a chunk held
     # between a token and the one before it, nanoseconds, shape (tokens - 1,), and their sum is last

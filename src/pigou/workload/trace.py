@@ -35,12 +35,12 @@ class Turn:
 class TraceSession:
     """Turns in sequence: each is sent after the last has ended."""
 
-    start: float  # of the first turn, in seconds from the trace's beginning
-    scope: str  # in which block ids mean the same; sessions of one scope share blocks
+    start: float  # start of the first turn, in seconds from the trace's beginning
+    scope: str  # namespace of block ids; sessions of one scope share blocks
     turns: tuple[Turn, ...]  # at least one
-    tenant: str = ""  # whose it is; empty where the trace does not say
-    # that the trace gives it; empty where it gives none. Sessions that were recorded turn by turn,
-    # each with its own arrival, are as many with one name.
+    tenant: str = ""  # empty where the trace does not say
+    # name in the trace; empty if it gives none. Turns recorded with their own arrivals are sessions
+    # with one name.
     name: str = ""
 
 

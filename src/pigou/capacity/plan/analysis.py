@@ -131,7 +131,7 @@ class LoadFigures:
     e2e_s: float  # mean seconds of a request
     attained: float | None  # share of offered requests inside the objective; None: not known
     output_tok_s_per_gpu: float  # output tokens a second
-    usd_per_million_output: float | None  # of GPU time; None without prices
+    usd_per_million_output: float | None  # price of GPU time; None without prices
 
 
 def plan_joules_per_token(

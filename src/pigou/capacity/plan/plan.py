@@ -35,10 +35,9 @@ _PER_KIND = 2
 _MARGINS = (1.25, 1.6, 2.2, 3.2, 4.5)
 #: Requests of the first and of the last simulations.
 _SHORT_REQUESTS, LONG_REQUESTS = 200, 600
-#: Lives of a request until a fleet is as full as it gets, and those that it stays full for the last
-#: that is measured: of the first simulations, which only choose, and of the last.
+#: Load before and after the measured requests, in mean request lifetimes: short and long runs.
 _SHORT_LIVES, _LONG_LIVES = (1.0, 0.5), (1.2, 1.0)
-#: The longest life of a request that is waited for.
+#: Longest request lifetime that a simulation waits for.
 _LIFE_S = 60.0
 #: Share by which a rate is lowered or raised between simulations of one configuration.
 _STEP = 0.12
@@ -100,7 +99,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     gpus: dict[str, int]  # how many there are of each kind
     slo: Slo
     usd_per_hour: dict[str, float] = {}  # price of a GPU of each kind; empty without prices
-    kv_dtypes: tuple[str, ...] = ("", "fp8")  # of the KV cache to try; "": the model's own
+    kv_dtypes: tuple[str, ...] = ("", "fp8")  # dtypes of the KV cache to try; "": the model's own
     top: int = 5  # configurations to simulate at length
     seed: int = 0
     tiers: tuple[TierConfig, ...] = ()
@@ -143,8 +142,8 @@ class CapacityPlan:
     duals: Mapping[str, Mapping[str, float]]  # worth of a little more, by name
     seconds: float
     analytic_seconds: float
-    meets: bool  # whether the best one keeps the objective in simulation
-    tiers: TierUse | None = None  # of the best one; None without tiers
+    meets: bool  # True if the best configuration keeps the objective in simulation
+    tiers: TierUse | None = None  # tier use of the best configuration; None without tiers
 
 
 def make_plan(

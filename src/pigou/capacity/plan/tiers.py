@@ -84,8 +84,8 @@ class TierUse(msgspec.Struct, frozen=True, kw_only=True):
     """Tiers of all workers that compute prompts, taken together."""
 
     recurring_gb: float  # KV of the workload's blocks that are asked for at least twice, once each
-    # of it over device and tiers, read at once, by the linear programme; what exceeds them is left
-    # out.
+    # recurring KV over device and tiers, read at once, by the linear programme; KV beyond their
+    # size is left out.
     split: TierSplit
     greedy: TierSplit  # the same, fastest tier first
     hit_rate: float

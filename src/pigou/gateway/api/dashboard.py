@@ -52,7 +52,7 @@ class Event(msgspec.Struct, frozen=True):
     """An event of a worker."""
 
     time: float  # Unix time in seconds
-    worker: str  # its id
+    worker: str
     kind: str  # up, draining, down or restart
     text: str  # why, in words; may be empty
 

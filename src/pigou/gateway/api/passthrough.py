@@ -176,7 +176,7 @@ class Passthrough:
                 raise
             if out is None:
                 if isinstance(error.__cause__, APIError):
-                    raise error.__cause__ from None  # of the client's body, as it was passed on
+                    raise error.__cause__ from None  # the client's body is at fault
                 raise APIError(502, f"{upstream.worker.id} failed: {error}.") from error
             await _break_off(request, out, str(error))
         await out.write_eof()

@@ -177,7 +177,7 @@ class RequestDriver(ABC):
         self._note_tokens()
         now_ns = time.monotonic_ns()
         if failure is not None:
-            # Its frames, and those of its cause, would keep this driver and what was read.
+            # Frames of the failure and its cause would keep this driver and what was read.
             self._failure = failure.with_traceback(None)
             failure.__cause__ = failure.__context__ = None
             fate = failure.fate if failure.may_be_death else None

@@ -29,7 +29,7 @@ class Add:
     tokens: list[int]
     params: SamplingParams
     generated: int  # trailing `tokens` that were generated elsewhere
-    seed: bytes  # of its block hashes; empty for no caching
+    seed: bytes  # seed of the block hashes; empty for no caching
     salt: str | None = None
     ticket: dict[str, Any] | None = None  # `kv_transfer_params` of the worker that has its blocks
     grammar: GrammarState | None = None  # state of `params.grammar` after the generated tokens
@@ -198,7 +198,7 @@ class Failed:
     request: str
     status: int  # HTTP status
     message: str
-    type: str = ""  # of the error body; empty for the status's own
+    type: str = ""  # `type` of the error body; empty for the status's own
 
 
 def failed_alone(why: str) -> str:
@@ -212,7 +212,7 @@ class Begun:
 
     request: str
     computed: int  # tokens already computed
-    loaded: int  # of those, from another worker
+    loaded: int  # computed tokens fetched from another worker
     now: int  # monotonic nanoseconds
     loading: int = 0  # start of its block transfer; 0 if none or not traced
 

@@ -80,7 +80,7 @@ class EngineThread:
         self._out = Report()
         self.gauges = Gauges()
         self._added = 0
-        self._warm_queries = core.stats.queried_tokens  # of the warm-up
+        self._warm_queries = core.stats.queried_tokens  # queried by the warm-up
         self._step_s = 0.0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

@@ -181,7 +181,7 @@ class HostMemory:
 
     rows: int  # total
     copies: int  # staging of copies from the device
-    blocks: int  # of the host tier
+    blocks: int  # host tier
 
 
 def divide_host_memory(config: WorkerConfig, layout: KVLayout, blocks: int) -> HostMemory:

@@ -344,8 +344,8 @@ class TokenizedPrompt:
 
     tokens: list[int]  # ids, resumed ones included
     resumed: int  # trailing tokens that were generated elsewhere
-    text: str | None  # that was tokenized; None for token ids or a truncated prompt
-    hashes: BlockHashes  # of its full blocks, shape (n, 2); empty if it must not hit the cache
+    text: str | None  # tokenized text; None for token ids or a truncated prompt
+    hashes: BlockHashes  # hashes of full blocks, shape (n, 2); empty if it must not hit the cache
 
     @property
     def original(self) -> list[int]:

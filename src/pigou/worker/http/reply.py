@@ -42,13 +42,13 @@ class ReplySequence:
     first: int = 0  # first token; 0 before
     last: int = 0  # last token
     cached: int = 0  # prompt tokens not computed here, other workers' included
-    loaded: int = 0  # of those, from another worker
+    loaded: int = 0  # cached tokens fetched from another worker
     preemptions: int = 0
     explainer: Explainer | None = None  # formats logprobs, if requested
-    # of the tokens so far (and the prompt's, with echo).
+    # one per token so far (the prompt's too, with echo).
     logprobs: list[LogprobsEntry] = field(default_factory=list)
     prompt_logprobs: list[LogprobsEntry] | None = None
-    text: list[str] = field(default_factory=list)  # of a non-streamed reply
+    text: list[str] = field(default_factory=list)  # text of a non-streamed reply
     offset: int = 0  # text length of the tokens whose logprobs were sent
     opened: bool = False  # a chunk was sent
     tools: ToolStream | None = None  # tool calls, if allowed

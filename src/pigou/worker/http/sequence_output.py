@@ -153,7 +153,7 @@ class Tools:
     """A request's tools, and the format of the model's calls."""
 
     use: ToolUse
-    format: ParserName | None  # of the model's own calls, if any
+    format: ParserName | None  # format of the model's own calls, if any
     single: bool = False  # pass on at most one call
 
     def parser(self, reasoning: str) -> ToolParser:

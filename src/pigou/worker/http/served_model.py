@@ -41,7 +41,7 @@ class ServedModel:
     defaults: Defaults  # sampling defaults
     seed: Callable[[str], bytes]  # cache salt -> seed of block hashes
     release: str  # weights digest, part of all seeds
-    tool_format: ParserName | None = None  # of the model's own tool calls, if known
+    tool_format: ParserName | None = None  # format of the model's own tool calls, if known
 
 
 def seeds(name: str, digest: str) -> Callable[[str], bytes]:

@@ -225,7 +225,7 @@ class GrammarCompilePool:
             if not job.done.done():
                 self._refuse(job, str(error))
                 job.done.set_exception(error)
-        except Exception as error:  # of the pool itself, at process exit
+        except Exception as error:  # raised by the pool itself at process exit
             log.exception("compiling a grammar failed")
             if not job.done.done():
                 job.done.set_exception(error)
@@ -275,7 +275,7 @@ class OutputConstraint:
     grammar: Grammar | None  # None for free output
     # grammar state per sequence; None without a grammar.
     states: list[GrammarState | None]
-    tools: Tools | None = None  # that may be called
+    tools: Tools | None = None  # callable tools
 
 
 class OutputConstraints:

@@ -30,7 +30,7 @@ class TransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     remote_engine_id: _Name  # the sender, unique per process start
     remote_request_id: _Name
-    # of the sender's side channel.
+    # the sender's side channel.
     remote_host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     remote_host_id: _Name  # sender's machine and shared-memory file system
@@ -212,6 +212,6 @@ class TransferResult:
     tokens: int  # tokens in those blocks (a prompt's last block may be partial)
     reason: TransferReason
     detail: str = ""  # for the log; empty on success
-    backend: str = ""  # that moved the bytes, if any
+    backend: str = ""  # backend that moved the bytes; empty if none did
     bytes: int = 0  # bytes in `blocks`
     seconds: float = 0.0  # excluding the wait for a thread

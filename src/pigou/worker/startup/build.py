@@ -76,7 +76,7 @@ class WorkerParts:
     core: EngineCore
     backend: Backend
     store: DeviceBlocks  # KV blocks, for transfers
-    memory: SharedMemory | None  # that holds the KV blocks, if shared
+    memory: SharedMemory | None  # shared memory of the KV blocks, if any
     meter: RateMeter | None
     grammars: GrammarSource
     rest: Callable[[], None] | None = None  # called when idle

@@ -116,7 +116,7 @@ class StreamGaps:
     """Seconds between tokens while `n` streams, and nobody else, decode."""
 
     n: int
-    seconds: NDArray[np.float64]  # of each gap, shape (gaps,)
+    seconds: NDArray[np.float64]  # shape (gaps,)
     ages: NDArray[np.int64]  # steps decoded together before each, shape (gaps,)
 
 
