@@ -35,13 +35,13 @@ MIN_PROMPTS = 20
 class CacheStatus:
     """Occupancy, evictions and placement of the fleet's caches."""
 
-    # of each worker, active blocks over device blocks (`occupancy`), (workers,); NaN where a worker
-    # does not report how many it has.
+    # active over device blocks by worker (`occupancy`), (workers,); NaN if a worker does not report
+    # its blocks.
     rho: Floats
-    fleet_rho: float  # of those that report it, together; NaN where none does
-    evicted: int  # blocks that left the device for others, since the start, as KV events tell
-    rate: float  # of them in a second, over the last beat
-    first_eviction: float  # seconds from the start to the first of them; NaN before
+    fleet_rho: float  # the same over all reporting workers; NaN if none reports
+    evicted: int  # blocks evicted from the device since the start, as KV events tell
+    rate: float  # evicted blocks a second over the last beat
+    first_eviction: float  # seconds from the start to the first eviction; NaN before
     # the last game; None before the first, and where no worker publishes events.
     placement: Placement | None
     before: float  # PoA of the last game before the first eviction; NaN where there was none
@@ -138,7 +138,7 @@ class CacheMonitor:
     def _window(self, size: int, now: int) -> Iterator[Prompt]:
         for at, worker, request, cached, known in self._prompts:
             keys = request.keys_of(size)
-            # Of a prompt that is cached as a whole one token is left to compute, not a block.
+            # A fully cached prompt leaves one token to compute, not a block.
             cached_blocks, known_blocks = -(-cached // size), -(-known // size)
             weight = 0.5 ** ((now - at) / HALF_LIFE)
             yield Prompt(

@@ -34,7 +34,7 @@ class Prompt(NamedTuple):
 
     worker: str
     tokens: int
-    keys: BlockKeys  # of its full blocks, (blocks,)
+    keys: BlockKeys  # keys of the full blocks, (blocks,)
     cached: int  # leading blocks cached on this worker
     known: int  # leading blocks cached on any worker
     weight: float
@@ -205,13 +205,13 @@ def _held(
 class Branch:
     """Consecutive blocks shared by the same prompts, from `start` to before `end`."""
 
-    keys: BlockKeys  # of a prompt that has it, from the prompt's first block on
+    keys: BlockKeys  # keys of a prompt with this branch, from the prompt's first block on
     start: int
     end: int
-    # worker that computed it first, and how much that counts; None where it was known before the
+    # worker that computed it first, and that prompt's weight; None if it was cached before the
     # earliest of these prompts.
     first: tuple[str, float] | None
-    # the weights of the others, by whom they were sent to.
+    # weights of the other prompts by worker.
     again: dict[str, float] = field(default_factory=dict)
     # branches that follow, by the key of their first block.
     below: dict[int, Branch] = field(default_factory=dict)

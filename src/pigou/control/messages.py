@@ -28,7 +28,7 @@ class RemoteKVFetch(msgspec.Struct, frozen=True):
 
     worker: str  # id of the source
     depth: int  # leading tokens without prefill after the fetch
-    tokens: int  # of these, tokens transferred
+    tokens: int  # transferred tokens of these
     seconds: float
     saves: float  # net seconds saved over the best choice without it
 

@@ -44,7 +44,7 @@ class PoASnapshot:
     """Inputs of the Price of Anarchy at one moment, for use on any thread."""
 
     records: tuple[RequestTimes, ...]  # requests that ended, and then those that still run
-    scored: NDArray[np.bool_]  # which of them count, (records,); the others only load the workers
+    scored: NDArray[np.bool_]  # True for records that count, (records,); others only load workers
     workers: tuple[str, ...]  # ids, by row
     prefill: tuple[int, ...]  # rows whose role is prefill alone
     estimates: Estimates

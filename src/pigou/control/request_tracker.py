@@ -34,9 +34,9 @@ class RequestTracker:
         self.setting = 0
         self.latency_model = LatencyModel()
         self.poa = PoAEstimator()
-        self.sent_prompts: dict[str, int] = {}  # to each worker, to be computed, since the start
+        self.sent_prompts: dict[str, int] = {}  # prompts sent for prefill so far, by worker
         self.booked_s = BookedTimes()  # how long prompts and streams stay on workers
-        self._due_at: dict[str, int] = {}  # of prompts whose end no driver sees
+        self._due_at: dict[str, int] = {}  # expected ends of prompts whose end no driver sees
         self._fitted_at = 0
         self._median_worker: MedianWorker | None = None
 
@@ -156,7 +156,7 @@ class RequestTracker:
             self.latency_model.outputs.observe(max(1, generated // routed.request.sequences))
             self.poa.ended(_times(routed, now))
             known = self.estimates(now)
-            if not isinstance(self.controller, Static):  # which learns nothing
+            if not isinstance(self.controller, Static):  # it learns nothing
                 self.controller.observe(now, self._e2e_sample(routed, known, now))
         return True
 

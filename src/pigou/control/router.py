@@ -148,7 +148,7 @@ class Router:
     def __init__(self, policy: RoutingPolicy, config: ControlConfig) -> None:
         self.policy = policy
         self.name = config.policy
-        self.temperature = config.temperature  # of the softmax; 0 takes the cheapest
+        self.temperature = config.temperature  # softmax temperature; 0 takes the cheapest
         self.regime = ""
         self.ledger = DecisionLedger(config.max_decisions)
         self._softmax = config.softmax

@@ -20,7 +20,7 @@ GROUP = "pigou.controller"
 class RoutingSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of the choice among candidates."""
 
-    temperature: float = 0.0  # of the softmax over costs; 0 takes the cheapest
+    temperature: float = 0.0  # softmax temperature over costs; 0 takes the cheapest
     # omega of Eq. 1 (Georgiou 2026): weight of the blocks that a worker would have to prefill, net
     # of cached ones, against the blocks that it has in use.
     overlap_weight: float = 1.0
@@ -37,7 +37,7 @@ class Parameters:
     """Parameters that a request is routed with."""
 
     temperature: float = 0.0
-    overlap_weight: float = 1.0  # of the blocks to prefill, net of cached ones
+    overlap_weight: float = 1.0  # weight of the blocks to prefill, net of cached ones
     # index of this choice of the controller's; the outcome of the request carries it back
     # (`TTFTSample.setting`, `E2ESample.setting`).
     setting: int = 0

@@ -49,9 +49,9 @@ class RoutedRequest(msgspec.Struct, eq=False):
     prefill_worker: str  # remote prefill worker; "" for local prefill
     uncached: int  # prompt tokens to compute
     routed_at: int  # time of routing
-    slots: StreamSlots  # its tokens are at index `slot`, -1 after its end
+    slots: StreamSlots  # tokens are at index `slot`, -1 after the end
     slot: int = -1
-    final_tokens: int = 0  # its tokens at the end
+    final_tokens: int = 0  # tokens at the end
     prefill_done_at: int = 0  # end of remote prefill; 0 before, and for local prefill
     # whether its worker had no prompt to compute when the transfer began.
     transfer_alone: bool = False
@@ -95,7 +95,7 @@ class StreamSlots:
     def __init__(self) -> None:
         self.requests: list[RoutedRequest | None] = []
         self._free: list[int] = []
-        #: of the worker that streams, `GONE` once it is
+        #: row of the streaming worker, `GONE` once it has left
         self.row: Counts = np.zeros(0, dtype=np.int64)
         self.prompt, self.tokens, self.expected = (self.row.copy() for _ in range(3))
         self.streaming: Flags = np.zeros(0, dtype=np.bool_)  # whether the first token came

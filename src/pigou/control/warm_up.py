@@ -40,7 +40,7 @@ def warm_up(config: ControlConfig | None = None) -> None:
     prefix_index.warm_up()
     toll = ControlConfig(policy="toll")
     _drive(toll)
-    import_module("scipy.optimize")  # which assessments import when they need it
+    import_module("scipy.optimize")  # assessments import it when they need it
     if config is not None and msgspec.structs.replace(config, seed=toll.seed) != toll:
         _drive(config)
 

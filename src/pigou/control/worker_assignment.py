@@ -85,7 +85,7 @@ def _fair_shares(
     requests: int, max_streams: NDArray[np.int64], others: int = 0
 ) -> NDArray[np.int64]:
     """Return the number of requests each worker may have, rounded up, (workers,)."""
-    whole = sum(max_streams.tolist()) + others  # of Python's integers: none overflows
+    whole = sum(max_streams.tolist()) + others  # Python integers do not overflow
     shares = np.ceil(requests * max_streams.astype(np.float64) / whole)
     counts: NDArray[np.int64] = shares.astype(np.int64)
     return counts
@@ -184,10 +184,10 @@ class ReturningWorkers:
 class Assignment(NamedTuple):
     """Workers assigned to a request."""
 
-    request: str  # its id
+    request: str
     choice: Choice
     uncached: int  # tokens of its prompt that are to be computed
-    priority: int | None = None  # that the workers are sent; None for the client's own
+    priority: int | None = None  # priority sent to the workers; None for the client's own
 
     @property
     def route(self) -> Route:

@@ -150,7 +150,7 @@ class TenantActivity:
         self._seen: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._weights = 0.0
         self._streams: Counter[str] = Counter()
-        self._peer_streams: Counter[str] = Counter()  # of those, at other gateways
+        self._peer_streams: Counter[str] = Counter()  # part of `_streams` at other gateways
         self._total = self._peer_total = 0
 
     def seen(self, tenant: str, weight: float, now: int) -> None:

@@ -25,8 +25,7 @@ _WITHIN: dict[str, Callable[[QueuedRequest], Any]] = {
 }
 #: Bands that have counters; with more, the one that was idle longest begins anew.
 _MAX_BANDS = 64
-#: Of priorities on the wire.
-_HIGHEST = 2**31 - 1
+_HIGHEST = 2**31 - 1  # limit of priorities on the wire
 
 
 class FairParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -35,11 +34,11 @@ class FairParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     input_weight: float = 1.0  # service per uncached prompt token (w_p)
     output_weight: float = 2.0  # service per output token (w_q)
     within: Within = "fcfs"  # order of one tenant's own requests
-    # share of each worker's streams and tokens that tenants may not take who have more than their
-    # part of the fleet, while others share it.
+    # share of each worker's streams and tokens withheld from tenants above their share of the
+    # fleet, while others use it.
     reserve: float = 0.0625
-    # unused service that a tenant keeps, for each unit of weight. 0 is the published rule: a tenant
-    # that asks for less than its share still waits for its turn after each small burst.
+    # unused service that a tenant keeps, per unit of weight. 0 is the published rule: a tenant
+    # below its share still waits for its turn after each small burst.
     credit: float = 16384.0
 
     def __post_init__(self) -> None:

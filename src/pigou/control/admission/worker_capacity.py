@@ -63,7 +63,7 @@ class WorkerCapacity:
         self._limit = ConcurrencyLimit() if holds_back and not config.max_inflight else None
         self._expected: dict[str, _StreamTokens] = {}
         self._tokens: dict[str, int] = {}
-        self._total = 0  # of these; `FleetState` has what comes over them
+        self._total = 0  # sum of `_tokens`; `FleetState` has tokens above them
         self._changed_at: dict[str, int] = {}
 
     @property

@@ -49,7 +49,7 @@ class AffineFit:
 
     def __init__(self, half_life: float = 128.0) -> None:
         self._keep = 0.5 ** (1.0 / half_life)
-        self._gram = np.zeros((3, 3))  # of size, 1, pairs
+        self._gram = np.zeros((3, 3))  # columns: size, 1, pairs
         self._moment = np.zeros(3)
         self._sums = np.zeros(6)
         self._sums[MEDIAN] = _FIRST_MEDIAN
@@ -141,7 +141,7 @@ class FetchFit:
     """
 
     def __init__(self) -> None:
-        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)  # of 1, x, x x, y, x y
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)  # sums of 1, x, x x, y, x y
         self._law = PRIOR_FETCH
         self._observed = False
         self._observed_at = 0

@@ -87,7 +87,7 @@ class Estimates:
     floor = _row(ITL_FLOOR)
     interference_base = _row(INTERFERENCE_BASE)  # taken from streams per prompt
     interference_token = _row(INTERFERENCE_TOKEN)  # taken from streams per uncached token
-    mean_prefill = _row(MEAN_PREFILL)  # of a mean prompt alone
+    mean_prefill = _row(MEAN_PREFILL)  # seconds of a mean prompt alone
     arrival_cv2 = _row(ARRIVAL_CV2)  # variance of the fleet's gaps over squared mean
     prefill_cv2 = _row(PREFILL_CV2)  # variance of its prompts' seconds over squared mean
     prefill_pair = _row(PREFILL_PAIR)  # per attention pair (`pairs`)

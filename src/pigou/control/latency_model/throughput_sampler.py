@@ -59,9 +59,9 @@ class _Sums:
     """Integrals over the time since the last sample."""
 
     seconds: float = 0.0
-    decoding_s: float = 0.0  # of those streams whose tokens are seen, summed over them
+    decoding_s: float = 0.0  # stream-seconds of streams whose tokens are seen
     stream_s: float = 0.0
-    context_s: float = 0.0  # of the tokens that they held
+    context_s: float = 0.0  # token-seconds of their contexts
     prompts: float = 0.0
     prompt_tokens: float = 0.0
     mixed_s: float = 0.0

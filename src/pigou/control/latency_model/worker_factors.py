@@ -37,7 +37,7 @@ class Evidence(NamedTuple):
     """Evidence of each worker, as kernels read it."""
 
     weight: Numbers  # observations that it counts for, as of `updated_at`, (workers,)
-    mean: Numbers  # of the logarithms of observed over expected seconds, (workers,)
+    mean: Numbers  # mean logarithm of observed over expected seconds, (workers,)
     variance: Numbers
     updated_at: Nanos  # when it was last added to, in nanoseconds, (workers,)
 

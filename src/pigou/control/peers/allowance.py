@@ -20,7 +20,7 @@ _WINDOW_S = 10.0
 _PRIOR_S = 4.0
 #: More streams than run, where tokens lack: what that leaves is to be used.
 _MORE, _MORE_STREAMS = 1.05, 2.0
-#: Of the golden ratio: multiples of it, without their integers, fill [0, 1) evenly.
+#: Golden ratio's fractional part; fractional parts of its multiples fill [0, 1) evenly.
 _GOLDEN = 0.6180339887498949
 
 

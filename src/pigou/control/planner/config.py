@@ -26,7 +26,7 @@ class RequestClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     itl: float | str = math.inf
     tpot: float | str = math.inf  # alias of `itl`
     percentile: float = 95.0  # per cent of requests that shall be inside both
-    weight: float = 1.0  # of a second of delay
+    weight: float = 1.0  # weight of a second of delay
     header: str = ""  # `name=value` of an HTTP header; "" for any
     key: str = ""  # tenant; "" for any
     model: str = ""

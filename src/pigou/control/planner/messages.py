@@ -85,8 +85,8 @@ class PoolPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ttft_s: float | None = None  # predicted for `wanted`, at the objective's percentile
     itl_s: float | None = None
     utilisation: float | None = None  # predicted busy share
-    value: float | None = None  # of one more worker: weighted seconds of delay saved a second
-    price: float | None = None  # of one more worker's GPU-seconds, in the same unit
+    value: float | None = None  # weighted seconds of delay that one more worker saves a second
+    price: float | None = None  # price of one more worker's GPU-seconds, in the same unit
 
 
 class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -94,7 +94,7 @@ class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     move: str  # in words, as `add 1 decode`
     value: float  # weighted seconds of delay saved a second; negative if it costs
-    price: float  # of GPU-seconds and the lost prefix cache, in the same unit
+    price: float  # price of GPU-seconds and the lost prefix cache, in the same unit
     chosen: bool = False
     reason: str = ""  # why, or why not
 
@@ -113,5 +113,5 @@ class PlannerDecision(Message, frozen=True, kw_only=True):
     forecasts: tuple[LoadForecast, ...] = ()  # one per loaded model
     pools: tuple[PoolPlan, ...] = ()
     alternatives: tuple[Alternative, ...] = ()  # considered moves, chosen ones first
-    shadow_price: float = 0.0  # of the budget: weighted seconds of delay per GPU-second; 0 if slack
+    shadow_price: float = 0.0  # weighted seconds of delay per GPU-second; 0 if the budget is slack
     reasons: tuple[str, ...] = ()  # sentences for the operator, alerts included

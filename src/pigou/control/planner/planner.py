@@ -32,7 +32,7 @@ class PlannerSetup:
     times: ProvisioningTimes = field(default_factory=ProvisioningTimes)
     # measured, by pool name; where absent, planners learn it or refuse
     performance: Mapping[str, PerformanceModel] = field(default_factory=dict)
-    seed: int = 0  # of the planner's random draws
+    seed: int = 0  # seed of the planner's random draws
 
     def class_of(self, workload: str, model: str = "") -> WorkloadClass:
         """Return the class of this name, or the default class."""
@@ -101,7 +101,7 @@ class PlannerStarted(Message, frozen=True, kw_only=True):
     times: ProvisioningTimes = msgspec.field(default_factory=ProvisioningTimes)
     # by pool; other speeds are learned
     profiles: dict[str, PoolProfile] = msgspec.field(default_factory=dict)
-    tables: SweepTables | None = None  # of `pigou sweep`; override profiles
+    tables: SweepTables | None = None  # tables of `pigou sweep`; override profiles
     roles: dict[str, Role] = msgspec.field(default_factory=dict)
     seed: int = 0
 

@@ -115,7 +115,7 @@ class HolderTable:
     """Maps keys to workers and tiers, one bit each; workers are numbered from 0."""
 
     def __init__(self) -> None:
-        self.words = 1  # of a tier in each row
+        self.words = 1  # words per tier in each row
         self._totals: Counts = np.zeros(TOTALS, dtype=np.int64)
         self.arrays: TableTuple = (
             np.zeros((_MIN_ROWS + 1, BITS + TIERS), dtype=np.uint64),

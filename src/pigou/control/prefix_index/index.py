@@ -97,9 +97,9 @@ class PrefixIndex:
         self._orders: dict[tuple[str, ...], NDArray[np.int64]] = {}
         self._last_ids: tuple[str, ...] = ()
         self._last_order: NDArray[np.int64] = self._arrange(())
-        self.blocks = 0  # of all workers, predictions counted
+        self.blocks = 0  # total over all workers, predictions counted
         self._evicted = 0
-        self.removed = 0  # blocks that left a device for others, as events told
+        self.removed = 0  # blocks evicted from a device, as events told
         self._predicts = False  # whether anything was predicted
         self._free_numbers: list[int] = []
         self._next_number = 0

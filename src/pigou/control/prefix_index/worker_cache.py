@@ -153,7 +153,7 @@ class WorkerCache:
     __slots__ = ("event_gaps", "events", "holdings", "number", "predictions")
 
     def __init__(self, number: int, limit: int) -> None:
-        self.number = number  # of the worker, in the holder table and among ghosts
+        self.number = number  # worker's number in the holder table and among ghosts
         self.holdings = Holdings(limit, number)
         self.predictions = Predictions(limit, number)
         self.events = self.event_gaps = 0

@@ -36,11 +36,11 @@ Entries: TypeAlias = tuple[Links, Words, Words, Words, Counts]
 DEVICE, HOST, STORAGE = range(3)
 TIERS = 3
 DEVICE_BIT = 1 << DEVICE
-#: Of each entry in `links`: neighbours in the list; parent, first child and siblings; tiers (bits).
+#: Columns of `links`: neighbours in the list; parent, first child and siblings; tiers (bits).
 PREV, NEXT, PARENT, CHILD, ELDER, YOUNGER, MEDIA = (np.uint64(i) for i in range(7))
 WIDTH = np.uint64(8)
-#: Entries of `counts`: highest entry ever used, entries in use, those of them whose key is known,
-#: entries that were evicted; and, which stay, the most entries, and the worker's number.
+#: Entries of `counts`: highest entry ever used, entries in use, entries with a known key, evicted
+#: entries; and two constants, the most entries and the worker's number.
 TOP, USED, KNOWN, EVICTED, LIMIT, WORKER = range(6)
 #: Columns of changes.
 CHANGED_KEY, CHANGED_MEDIA = range(2)

@@ -122,7 +122,7 @@ class ServiceTable(NamedTuple):
     """Service times of prompts on the workers of a queue."""
 
     seconds: Seconds  # (prompts, workers)
-    tokens: NDArray[np.int64]  # of the prompts that are to be computed there, (prompts, workers)
+    tokens: NDArray[np.int64]  # uncached tokens, (prompts, workers)
 
 
 def service_table(

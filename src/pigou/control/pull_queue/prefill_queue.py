@@ -30,7 +30,7 @@ _MIN_ATTEMPT_NS = SECOND // 10
 class PrefillItem(msgspec.Struct, frozen=True):
     """A prompt waiting for a prefill worker."""
 
-    request: str  # its id
+    request: str
     tokens: int
     arrival_ns: int  # when the request arrived; waits and the order are counted from it
     incarnation: int = 0  # rises when the request is queued again; older ones are ignored

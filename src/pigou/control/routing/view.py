@@ -50,9 +50,9 @@ class FleetView(msgspec.Struct, eq=False):
     waiting: Shares  # requests waiting, as reported
     kv_usage: Shares  # share of KV blocks in use, 0 to 1, as reported
     overlap: Counts  # leading blocks of the prompt cached in any tier
-    device: Counts  # of these, on the device
-    host: Counts  # of these, in host memory at best
-    storage: Counts  # of these, on disk or in an object store at best
+    device: Counts  # overlap blocks on the device
+    host: Counts  # overlap blocks in host memory at best
+    storage: Counts  # overlap blocks on disk or in an object store at best
     recomputed_share: Shares  # evicted and recomputed blocks per stored block
     block_size: Counts  # tokens in a block
     blocks: Counts  # device KV blocks, 0 if unknown
@@ -60,11 +60,11 @@ class FleetView(msgspec.Struct, eq=False):
     output: float  # expected output tokens
     # number of its cache's layout; workers of one may fetch from each other, 0 from none.
     layout: Counts = _NOTHING
-    # number of its deployment's version; KV moves between workers of one alone.
+    # number of the deployment version; KV moves only between workers of one version.
     version: Counts = _NOTHING
-    # what each worker would fetch from another's cache; None where nobody does.
+    # remote KV fetches of each worker; None if no worker fetches.
     fetches: RemoteFetches | None = None
-    # which of each worker's prompts is under way, and since when; None where unknown.
+    # each worker's prompt under way, and its start; None if unknown.
     backlog: PrefillBacklog | None = None
     now: int = 0  # nanoseconds
     _counted: Counts | None = None

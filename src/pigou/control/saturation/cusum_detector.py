@@ -53,7 +53,7 @@ class UnloadedLaw:
         if not half_life > 0:
             raise ValueError(f"half_life is {half_life}: give a number of requests above 0")
         self._keep = 0.5 ** (1.0 / half_life)
-        self._sums = [0.0] * 5  # of 1, t, t^2, y, t y; each over the expected y squared
+        self._sums = [0.0] * 5  # sums of 1, t, t^2, y, t y; each over the expected y squared
         self._sure = 0.0
         self._spread = 0.25
         self.base = 0.0

@@ -51,7 +51,7 @@ class FrontierPoint:
     gpus: int
     rps: float  # served inside the objective, at most the planned load
     value: float  # weighted seconds of delay saved a second, against serving nothing
-    cost: float  # of the moves to it, same unit
+    cost: float  # cost of the moves to it, same unit
     counts: dict[str, int]  # workers by pool
 
 

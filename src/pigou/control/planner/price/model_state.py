@@ -29,7 +29,7 @@ class ModelState:
         self.frontier: list[FrontierPoint] = []
         self.is_stale = False  # whether load, speeds or objectives left the plan's
         self.speeds: dict[str, PoolSpeed] = {}
-        self.planned_models: dict[str, PerformanceModel] = {}  # that the plan is made with
+        self.planned_models: dict[str, PerformanceModel] = {}  # inputs of the plan
         self._setup, self._params = setup, params
         self._lag_s = max(setup.times.start_up_s, MIN_LAG_S)
         self._classes: dict[str, float] = {}  # requests by class, a moving mean

@@ -26,13 +26,13 @@ class Prospect(NamedTuple):
     wait_s: Numbers  # until the computing worker has computed the prompts before this one
     prefill_s: Numbers  # to compute its uncached tokens, and to bring others back from lower tiers
     transfer_s: Numbers  # to bring KV to the worker that computes, and on to the one that decodes
-    decode_s: Numbers  # of all output tokens, with prompts that wait on the decode worker
-    streams: Numbers  # that decode there now (n)
+    decode_s: Numbers  # to decode all output tokens, beside prompts that wait on the decode worker
+    streams: Numbers  # streams on the decode worker now (n)
     growth_s: Numbers  # by which this stream makes each of them longer: N (f(n+1) - f(n))
     stall_s: Numbers  # by which its prompt makes each of them longer (z); 0 where prefill is remote
     delay_s: Numbers  # by which it delays each prompt behind it
     arrivals: Numbers  # prompts a second that come to the computing worker (l)
-    # that the next of them loses by going elsewhere (e); infinity where it cannot.
+    # loss of the next of these prompts if it goes elsewhere (e); infinity if it cannot.
     elsewhere_s: Numbers
     prefill_stored_s: Numbers  # to compute again what a remote prefill worker stores of it; else 0
     # to compute again what the decode worker stores of it, output included.
