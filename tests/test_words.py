@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
-from tests.lib.source_tree import SRC, modules, name, parsed
+from tests.lib.source_tree import ROOT, SRC, modules, name, parsed
 
 #: No identifier has one of these as a part (`seat_count`, `LongestSeat`).
 _PARTS = """
@@ -39,6 +39,21 @@ KEYS = frozenset(
         ("workload/workload_spec.py", "hold"),
     }
 )  # fmt: skip
+
+
+#: First words of a comment that leave out what it speaks of: `# of the last token`.
+_HEADLESS = re.compile(r"(?:^\s*|\S  )#:? (of|that|its|whose|which)\b", re.I)
+
+
+def headless(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Yield comments that begin with a relative clause or a genitive; later lines may."""
+    before = ""
+    for number, line in enumerate(lines, 1):
+        if (match := _HEADLESS.search(line)) and not (
+            line.lstrip().startswith("#") and before.startswith("#")
+        ):
+            yield number, line[match.start() :].strip()
+        before = line.lstrip()
 
 
 def parts(identifier: str) -> list[str]:
@@ -94,3 +109,26 @@ def test_a_word_is_found_as_a_part_and_never_inside_another(
     identifier: str, is_forbidden: bool
 ) -> None:
     assert forbidden(identifier) == is_forbidden
+
+
+def test_a_comment_names_what_it_speaks_of() -> None:
+    bad = [
+        f"{path.relative_to(ROOT)}:{number} {comment}"
+        for room in ("src", "lab/src")
+        for path in sorted((ROOT / room).rglob("*.py"))
+        for number, comment in headless(path.read_text().splitlines())
+    ]
+    assert not bad, "begin with a noun: `last_ns: int  # time of the last token, ns`"
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (["last_ns: int = 0  # of the last token"], 1), (["#: Of a closed loop.", "USERS = 1"], 1),
+        (["    # whose links are shared.", "    ends: str"], 1), (["key: str  # its hash"], 1),
+        (["last_ns: int = 0  # time of the last token, ns"], 0), (["# offset of a row"], 0),
+        (["    # blocks to copy, in order, with those", "    # that are deleted"], 0),
+    ],
+)  # fmt: skip
+def test_a_headless_comment_is_found(lines: list[str], found: int) -> None:
+    assert len(list(headless(lines))) == found

@@ -88,8 +88,8 @@ class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):  # mad
     keys: Mapping[int, BlockKeys] = _NOTHING
     # parameters of the routing policy that hold for this request only.
     overrides: Mapping[str, float] = _NOTHING
-    streamed: bool = True  # its driver sees tokens as they come, and tells of them
-    splits: bool = True  # its prompt may be computed by another worker than the one that streams
+    streamed: bool = True  # the driver sees tokens as they come, and reports them
+    splits: bool = True  # another worker than the streaming one may compute the prompt
     # end of its tenure, when its cached blocks become void, in nanoseconds since 1970.
     expiry: int = NEVER
     sequences: int = 1  # sequences that its worker computes together, at least 1
@@ -150,7 +150,7 @@ class Worker:
     overtakes: bool = False
     # layout id of its cache; workers of one layout read from each other, "" takes no part.
     layout: str = ""
-    # its own speed, measured at startup; empty if unknown.
+    # own speed, measured at startup; empty if unknown.
     rehearsed: tuple[Rehearsed, ...] = ()
     location: Location = UNKNOWN_LOCATION  # the labels of its node
     version: str = ""  # deployment version; workers of different versions exchange no KV

@@ -106,8 +106,8 @@ class Latches:
 class PolledConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `Polled`; detectors may override the defaults."""
 
-    theta1: float  # of the signal, in its unit, at which Transition begins
-    theta2: float  # the same for Saturated
+    theta1: float  # signal at which Transition begins, in the signal's unit
+    theta2: float  # signal at which Saturated begins
     interval: int = 5 * SECOND  # nanoseconds between polls
     consecutive: int = 1  # polls in a row that cross a threshold
     margin: float = 0.0  # below a threshold that the way back asks for
@@ -287,7 +287,7 @@ class ConfigVariance(Polled):
 
 #: What the paper advises for the first threshold: 3 to 5 times the P99 of a fleet at rest.
 ADVISED_FACTOR = 4.0
-#: Its second threshold over its first, as for the 70B model.
+#: Second threshold over the first, as for the paper's 70B model.
 ADVISED_RATIO = 20.0 / 3.0
 
 

@@ -37,7 +37,7 @@ class ModelPoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     prefill: int = 0
     decode: int = 0
     both: int = 0
-    device: str = ""  # of its workers; empty for the fleet's default
+    device: str = ""  # device of the workers; empty for the fleet's default
     tokenizer: str = ""  # folder or hub id; by default the workers' model folder
     # another model pool, or the base URL of another fleet, for requests that find no worker free;
     # empty for none.
@@ -87,7 +87,7 @@ class DeclaredModel(msgspec.Struct, frozen=True, kw_only=True):
 class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Ray cluster of a fleet."""
 
-    address: str = "auto"  # of its head, or `auto`
+    address: str = "auto"  # address of the head, or `auto`
     # how near to each other the workers must be; None for the cheapest nodes.
     pack: Pack | None = None
     cpus: int = 1
@@ -384,7 +384,7 @@ class LocalWorker(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str  # name in the fleet
     role: Role
-    arguments: tuple[str, ...] = ()  # of `pigou worker`, besides role, address and port
+    arguments: tuple[str, ...] = ()  # `pigou worker` arguments besides role, address and port
     device: str = "cpu"  # compute device, also among the arguments
     model: str = ""  # model it serves; empty in a fleet of one model
 
@@ -399,7 +399,7 @@ class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
     replay: str = ""  # ZMQ address where past events can be asked for; empty asks the server
     topic: str = ""  # topic of the events; empty subscribes to all
     key: str = ""  # sent as bearer key
-    # of a frontend of NVIDIA Dynamo, the id of the one worker behind it that is meant.
+    # worker id behind a frontend of NVIDIA Dynamo; empty for other servers.
     pin: str = ""
     host: str = ""  # labels of its node; empty uses the server's own
     rack: str = ""

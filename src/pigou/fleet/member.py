@@ -92,7 +92,7 @@ class Member:
         self.suspected = ""  # why nothing new is routed to it; empty if trusted
         self.next_role: Role | None = None  # role after the drain; its own if it restarts
         self.failed_starts = 0  # in a row
-        self.start_up_s: float | None = None  # of its last start
+        self.start_up_s: float | None = None  # seconds of the last start
         self.since_ns = time.monotonic_ns()  # when its state began
         self.on_stage: Callable[[str, str], None] | None = None  # gets id and stage of a start
         self.plane_driver = setup.driver_of(model) if model else setup.plane_driver

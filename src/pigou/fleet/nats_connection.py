@@ -133,7 +133,7 @@ async def connect_nats(
     """
     client = _client(address)
     try:
-        async with asyncio.timeout(_CONNECT_S):  # of its own it tries for minutes
+        async with asyncio.timeout(_CONNECT_S):  # without a limit it tries for minutes
             await client.connect(
                 list(address.urls), connect_timeout=_CONNECT_S, allow_reconnect=False,
                 max_reconnect_attempts=1, reconnect_time_wait=0, no_echo=not echo,

@@ -55,9 +55,8 @@ class ProbeResult:
     blocks: int  # KV blocks; 0 if unknown
     max_seqs: int  # maximum of concurrent sequences; 0 if unknown
     sources: tuple[EventSource, ...]
-    # of its cache, for others that may read it; empty where others may not read it.
-    layout: str = ""
-    # its own speed, as measured at startup; empty where unknown.
+    layout: str = ""  # layout id of its cache; empty if others may not read it
+    # own speed measured at startup; empty if unknown.
     startup_profile: tuple[Rehearsed, ...] = ()
     version: str = ""  # deployment version; empty if none
     location: Location = UNKNOWN_LOCATION  # labels of its node

@@ -17,7 +17,7 @@ class ProvidedPool(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str  # unique over all providers: `decode` for local workers, `decode.attached`
     role: Role
-    gpus: int = 1  # of each worker, at least 1
+    gpus: int = 1  # GPUs per worker, at least 1
     start_up_s: float | None = None  # seconds from order to service; None before a start
     model: str = ""  # model of its workers; empty if single or unknown
 

@@ -40,7 +40,7 @@ class FleetSetup:
     workers: Sequence[LocalWorker | AttachedWorker] = ()
     watch: WatchConfig = field(default_factory=WatchConfig)
     secret: FleetSecret | None = None  # shared secret of its processes
-    templates: Sequence[WorkerTemplate] = ()  # of further local workers, one per model
+    templates: Sequence[WorkerTemplate] = ()  # templates of further local workers, one per model
     registry: Registry | None = None  # where further workers register
     scales: FleetScales | None = None  # pools on Kubernetes, scaled by planners
     models: Sequence[DeclaredModel] = ()  # declared models; empty if the workers report one

@@ -201,7 +201,7 @@ class WorkerProcess:
             self._signal(signal.SIGKILL)
             await self._ended()
         if self.code:
-            remove_orphans()  # its shared memory, which it left where it was killed
+            remove_orphans()  # shared memory that a killed worker leaves
         await self._read_rest()
 
     async def _ended(self) -> int:

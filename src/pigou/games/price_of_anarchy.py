@@ -39,8 +39,8 @@ class PriceOfAnarchy:
     routing: Estimate  # cost at the observed loads over the optimal routing on the same pools
     prefill_decode: Estimate  # optimal routing on these pools over that of the best split
     queueing: Estimate  # observed over expected cost at the observed loads: queues, bursts, stalls
-    prefill_workers: tuple[int, ...]  # of the best split
-    # observed over optimal, of each worker's requests; None without any
+    prefill_workers: tuple[int, ...]  # prefill workers of the best split
+    # observed over optimal cost of each worker's requests; None without requests
     workers: tuple[float | None, ...] = ()
     split_saves: float = 0.0  # mean seconds a request that the best split would save
     worker_ranges: tuple[tuple[float, float] | None, ...] = ()  # intervals of `workers`

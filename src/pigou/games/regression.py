@@ -196,7 +196,7 @@ def minimise_all(
     Tries each set of non-zero unknowns. `scratch` is (5, 3); `best` takes (poles, 3), `errors`
     (poles,).
     """
-    g, r, size = scratch[:3], scratch[3], scratch[4]  # of the columns of a design
+    g, r, size = scratch[:3], scratch[3], scratch[4]  # per column of a design
     for k in range(gram.shape[0]):
         for i in range(3):
             size[i] = np.sqrt(max(gram[k, i, i], 1e-300))

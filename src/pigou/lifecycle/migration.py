@@ -26,7 +26,7 @@ class ReplyHead(msgspec.Struct, frozen=True):
 class StreamState:
     """State of a client's stream, as another worker needs it to continue."""
 
-    head: ReplyHead | None = None  # of the first chunk; None before it
+    head: ReplyHead | None = None  # head of the first chunk; None before it
     prompt: bytes = b""  # prompt token ids as JSON; empty until a worker reports them
     tokens: list[int] = field(default_factory=list)  # generated token ids reported by workers
     shown: int = 0  # tokens with their text fully shown; later ones may be half a character

@@ -19,7 +19,7 @@ class WorkerEnd(Enum):
     """How a worker ended."""
 
     LIVES = "lives"  # it did not
-    CRASHED = "crashed"  # its process failed, or its engine died or hung
+    CRASHED = "crashed"  # the process failed, or the engine died or hung
     KILLED = "killed"  # by a signal from outside
     LOST = "lost"  # unknown
 

@@ -108,7 +108,7 @@ class Architecture:
     kinds: tuple[LayerKind, ...]
     embedding: Format
     head: Format
-    main: Format  # of most matrices
+    main: Format  # format of most matrices
     tied: bool = False
     extras: tuple[Extra, ...] = ()
     kv_dtype: str = "bfloat16"

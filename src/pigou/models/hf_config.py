@@ -31,7 +31,7 @@ class HfConfig:
         text: Any = next((source[key] for key in _TEXT_KEYS if source.get(key) is not None), {})
         if not isinstance(text, dict):
             raise ConfigError(f"{path}: it is no object of keys; give the config.json of a model")
-        self.model_keys = set(text or source)  # of the language model
+        self.model_keys = set(text or source)  # keys of the language model
         self.outer_type = str(source.get("model_type") or "")
         inner = {key: v for key, v in text.items() if v is not None or key not in source}
         self.values = {**source, **inner}

@@ -23,7 +23,7 @@ from pigou.request import Location, Role
 class Pack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Locality constraint of a gang."""
 
-    level: TopologyLevel  # whose domain shall hold all workers
+    level: TopologyLevel  # one domain of this level shall hold all workers
     required: bool = False  # refuse rather than spread; else the cheapest placement counts
 
 

@@ -228,7 +228,7 @@ class ObservationBuilder:
     """Builds diagnosis windows from requests that arrive, begin and end."""
 
     def __init__(self) -> None:
-        self.weights: Mapping[str, float] = {}  # of tenants; 1 for the others
+        self.weights: Mapping[str, float] = {}  # weights by tenant; 1 for the others
         self.lengths = PromptLengths()
         self._begin_window()
 

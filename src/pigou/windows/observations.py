@@ -69,13 +69,13 @@ class FleetObservation(
     repeated: int | None = None  # retried within 60 s after an unserved attempt
     queued: float = 0.0  # mean requests queued at the gateway
     ttft_p50_s: float | None = None
-    itl_p50_s: float | None = None  # of gaps between tokens
+    itl_p50_s: float | None = None  # median gap between tokens
     itl_p99_s: float | None = None
     client_stalls: int | None = None  # streams whose client read nothing for ten median gaps
     engine_stalls: int = 0  # such gaps without a produced token
     engine_stall_s: float | None = None  # their mean
-    wait_p50_s: float | None = None  # of requests that began
-    short_wait_p50_s: float | None = None  # of prompts that are not long
+    wait_p50_s: float | None = None  # median wait of requests that began
+    short_wait_p50_s: float | None = None  # median wait of prompts that are not long
     short_wait_p95_s: float | None = None
     long_wait_max_s: float | None = None  # longest wait of a long prompt so far, begun or not
     longest_prompt_tokens: int | None = None

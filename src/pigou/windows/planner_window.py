@@ -128,7 +128,7 @@ class PlannerWindow(Message, frozen=True, kw_only=True):
     seconds: float
     loads: tuple[LoadWindow, ...] = ()  # per model and class; an absent one is a hole
     pools: tuple[PoolWindow, ...] = ()  # all pools at the end, external changes included
-    # of routing, by model, where estimated
+    # Price of Anarchy of routing by model, where estimated
     price_of_anarchy: dict[str, float] = msgspec.field(default_factory=dict)
     # prefill workers of the calibrated optimum's better split, by model
     better_prefill: dict[str, int] = msgspec.field(default_factory=dict)

@@ -179,9 +179,9 @@ class EventError(ValueError):
 class Stored:
     """Blocks now cached."""
 
-    hashes: WireHashes  # of these consecutive blocks, by the sender's own function
+    hashes: WireHashes  # hashes of consecutive blocks, by the sender's own function
     parent: WireHash | None  # hash of the previous block; None at the start of a sequence
-    # of all these blocks together; fewer (or none) where the sender hides them.
+    # tokens of all these blocks; fewer (or none) where the sender hides them.
     token_ids: Sequence[int] | NDArray[np.integer]
     block_size: int  # tokens in a block
     medium: str | None = None  # tier, as the sender names it; None for the device

@@ -152,7 +152,7 @@ class ReplyChunk(msgspec.Struct):
     finish: str | None = None  # why the choice ended, on its last chunk
     stop: str | int | None = None  # the stop string or token id that ended it
     token_ids: list[int] | None = None  # new token ids, if requested
-    logprobs: Json | None = None  # of the new tokens, in the API's shape
+    logprobs: Json | None = None  # new tokens' logprobs, in the API's shape
     prompt_token_ids: list[int] | None = None  # on the first chunk, if requested
     usage: UsageInfo | None = None  # running usage, if requested
 

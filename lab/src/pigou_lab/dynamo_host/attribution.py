@@ -25,8 +25,8 @@ class Served:
     """Who served a request, as far as is known."""
 
     request: str  # Dynamo's id of it
-    # that it was ever on, in order; several where it migrated, or where the prompt was computed on
-    # another worker than its output.
+    # workers that served it, in order; several if it migrated, or if prefill and decode were on
+    # different workers.
     workers: list[int] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)  # data-parallel rank on each
     own: bool = False  # whether the last of these workers said so itself; routers did otherwise

@@ -69,7 +69,7 @@ class SequenceEvent:
 class Envelope(msgspec.Struct, frozen=True):
     """Envelope of a payload."""
 
-    publisher_id: int  # whose numbers `sequence` are
+    publisher_id: int  # publisher that counts `sequence`
     sequence: int  # rises by one with each message of the publisher
     published_at: int  # milliseconds since 1970
     topic: str

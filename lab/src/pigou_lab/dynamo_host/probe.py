@@ -65,7 +65,7 @@ class Finding:
 class ProbeVerdict:
     """Verdict of the probe, with evidence."""
 
-    version: str  # of Dynamo; empty when unknown
+    version: str  # Dynamo's version; empty when unknown
     workers: int
     overlap: int  # blocks of the test's prompt that its holder had cached
     temperature: Finding

@@ -18,7 +18,7 @@ class Figures:
 
     ttft_p99_s: float | None = None  # seconds to the first token, 99th percentile
     itl_p99_s: float | None = None  # seconds between tokens, 99th percentile
-    poa_legacy: float | None = None  # its index
+    poa_legacy: float | None = None  # the paper's index
     rps: float | None = None  # requests completed a second
     regime: str | None = None
     source: str = ""  # table or section

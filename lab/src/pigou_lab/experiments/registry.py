@@ -39,7 +39,7 @@ class Experiment:
     summary: Summary
     runs: int  # default number of seeds
     levels: Sequence[int]  # default levels of concurrency
-    columns: Sequence[str] = ()  # of the rows, that are shown besides the compared ones
+    columns: Sequence[str] = ()  # further columns to show
     fixed: bool = False  # whether its levels cannot be chosen, only given in that number
     reads: bool = True  # whether the reading matters to it
 

@@ -31,7 +31,7 @@ class DynamoPlannerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     predictive_interval_s: float = 180.0  # between two forecasts; 0 without that loop
     reactive_interval_s: float = 5.0  # between two decisions; 0 without that loop
-    # of requests, isl and osl; Dynamo's is `dynamo-arima` (extra `forecast`).
+    # predictor of requests, ISL and OSL; Dynamo's is `dynamo-arima` (extra `forecast`).
     predictor: str = "dynamo-kalman"
     sensitivity: float = 0.8  # share of the objective that survivors of a removal must stay below
     # whether the load of a removed worker is counted on the survivors; it was not before pull

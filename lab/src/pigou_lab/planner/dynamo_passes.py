@@ -34,7 +34,7 @@ class ForwardPass(msgspec.Struct, frozen=True, kw_only=True):
     queued_prompt_tokens: int = 0
     queued_streams: int = 0
     queued_stream_tokens: int = 0
-    seconds: float = 0.0  # of the step; 0 for an idle engine
+    seconds: float = 0.0  # step time; 0 for an idle engine
 
     @property
     def tokens(self) -> float:

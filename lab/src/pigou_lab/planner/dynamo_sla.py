@@ -23,8 +23,8 @@ class DynamoSlaParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Parameters of `DynamoSla`, with its defaults but for the predictor."""
 
     adjustment_interval_s: float = 180.0  # between two decisions
-    # of requests, isl and osl, each by itself; Dynamo's is `dynamo-arima`, which needs the extra
-    # `forecast`.
+    # predictor of requests, ISL and OSL, each by itself; Dynamo's is `dynamo-arima`, which needs
+    # the extra `forecast`.
     predictor: str = "dynamo-kalman"
     correction: bool = True  # whether correction factors are used
 

@@ -18,9 +18,9 @@ from pigou_lab.planner.history_planner import NonNegativeParams
 class HpaParams(NonNegativeParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters that both share, with the controller's defaults."""
 
-    tolerance: float = 0.1  # of the ratio of metric to target, within which nothing is done
+    tolerance: float = 0.1  # deviation of metric over target from 1 that is left alone
     period_s: float = 15.0  # between two decisions
-    # the largest recommendation of so many seconds is taken on the way down.
+    # scale-down takes the largest recommendation of the last seconds.
     down_window_s: float = 300.0
     up_pods: int = 4
     up_share: float = 1.0

@@ -17,8 +17,8 @@ from pigou.control.planner.predictors.predictor import (
 class KalmanParams(PredictorParams, frozen=True, kw_only=True):
     """Parameters of `Kalman`; the defaults are Dynamo's."""
 
-    level_variance: float = 1.0  # of the level's step in an interval, in squared units of the load
-    trend_variance: float = 0.1  # of the trend's step
+    level_variance: float = 1.0  # variance of the level's step in an interval, squared load units
+    trend_variance: float = 0.1  # variance of the trend's step
     load_variance: float = 10.0
     floor: bool = True  # whether forecasts below 0 are 0; Dynamo's were not before its issue 14493
 

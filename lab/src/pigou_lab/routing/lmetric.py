@@ -15,7 +15,7 @@ from pigou.control.routing.view import FleetView
 class LMetricParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `LMetric`."""
 
-    # which published port; `sglang` (llm-d's is the same but for ties) or `dynamo`.
+    # published port: `sglang` (llm-d's is the same but for ties) or `dynamo`.
     port: Literal["sglang", "dynamo"] = "sglang"
 
 

@@ -188,9 +188,9 @@ class PoolSpec(PodFields, frozen=True, kw_only=True):
     gpus_per_replica: Count = 1  # GPUs of a worker over all its hosts; 0 computes on the CPU
     hosts_per_replica: Positive = 1  # pods of one worker, gang scheduled
     memory: Quantity = "16Gi"
-    # of /dev/shm, through which ranks and workers on one host exchange data.
+    # size of /dev/shm, through which ranks and workers on one host exchange data.
     shm_size: Quantity = "8Gi"
-    # that a model may take to load before the worker counts as failed.
+    # time that a model may take to load before the worker counts as failed.
     load_seconds: Positive = 3600
     drain_seconds: Positive = 120
     topology: TopologySpec | None = None

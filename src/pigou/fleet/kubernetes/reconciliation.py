@@ -35,9 +35,9 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     fleet: Manifest  # the `PigouFleet`
     workloads: Sequence[Manifest] = ()  # Deployments and gangs of all fleets, gateways among them
     services: Sequence[Manifest] = ()
-    pools: Sequence[Manifest] = ()  # its `PigouPool`s
-    nodes: Sequence[Manifest] | None = None  # of the cluster; None if not readable
-    pods: Sequence[Manifest] | None = None  # of the cluster; None if not readable
+    pools: Sequence[Manifest] = ()  # `PigouPool`s of the fleet
+    nodes: Sequence[Manifest] | None = None  # nodes of the cluster; None if not readable
+    pods: Sequence[Manifest] | None = None  # pods of the cluster; None if not readable
     gangs: bool = False  # whether LeaderWorkerSets can be made
     grove: bool = False  # whether PodCliqueSets can be made, which are where those cannot
     now: str = ""  # time of conditions, in RFC 3339

@@ -28,10 +28,10 @@ class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     nats: NatsAddress
     name: str  # queue name, as in the URL
-    # of the prompts; those in memory are gone when the server ends.
+    # storage of the prompts; those in memory are lost when the server ends.
     storage: Literal["file", "memory"] = "file"
     lease_s: float = 10.0  # seconds until a silent worker's prompt is redelivered
-    # seconds after which the broker forgets a prompt, whose gateway is gone then.
+    # seconds after which the broker forgets a prompt: its gateway is gone by then.
     max_age_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -70,12 +70,12 @@ class QueuedPrefill(msgspec.Struct, frozen=True):
     request: str
     incarnation: int
     gateway: str  # subject its gateway answers on
-    path: str  # of the worker's route
+    path: str  # HTTP path of the worker's route
     wire_id: str  # id of the request in headers and logs
-    mark: str  # of its tenant; empty for none
+    mark: str  # mark of the tenant; empty for none
     tokens: int
     body: bytes
-    traceparent: str = ""  # of the waiting span; empty if not traced
+    traceparent: str = ""  # the waiting span; empty if not traced
 
 
 class ClaimQuestion(msgspec.Struct, frozen=True):

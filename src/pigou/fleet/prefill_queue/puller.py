@@ -107,7 +107,7 @@ class PrefillPuller:
         try:
             prompt = self._signer.verify(message.data, QueuedPrefill)
         except msgspec.MsgspecError:
-            await message.term()  # of a stranger, or of another version of the protocol
+            await message.term()  # unsigned, or another version of the protocol
             return
         if await self._may_begin(message, prompt):
             self._under_way.append(prompt.tokens)

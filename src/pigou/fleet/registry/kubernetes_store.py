@@ -33,7 +33,7 @@ class KubernetesStore:
 
     def __init__(self, api: KubernetesApi, namespace: str, selector: str, port: int) -> None:
         self._api, self._namespace, self._selector = api, namespace, selector
-        self._port = port  # of pods that do not register themselves
+        self._port = port  # port of pods that do not register themselves
 
     @classmethod
     def of(cls, parts: SplitResult) -> Self:

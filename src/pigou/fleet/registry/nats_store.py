@@ -29,8 +29,7 @@ _WRONG_SEQUENCE = (10071, 10164)
 _CONNECT_S, _MARKER_S = 2, 60
 #: Seconds between two looks of a watch for a bucket that no worker has made yet.
 _NO_BUCKET_S = 0.3
-#: Records that are read at once; seconds after which the server forgets the consumer of a watch
-#: whose client is gone.
+#: Records read at once; seconds until the server forgets a consumer without its client.
 _READS, _CONSUMER_S = 100, 10.0
 #: Level of the API from which messages have lifetimes of their own (NATS 2.11).
 _MESSAGE_TTL_LEVEL = 1
@@ -138,7 +137,7 @@ class NatsStore:
         try:
             yield await self._connection()
             task = asyncio.current_task()
-            if task is not None and task.cancelling():  # which the client may have swallowed
+            if task is not None and task.cancelling():  # the client may have swallowed it
                 raise asyncio.CancelledError
         except APIError as error:
             if error.err_code in _WRONG_SEQUENCE:

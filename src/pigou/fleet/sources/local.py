@@ -35,7 +35,7 @@ StartProcess: TypeAlias = Callable[[Member, Sequence[str]], Awaitable[MemberProc
 class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
     """What further workers of a local fleet are made from."""
 
-    # of `pigou worker`, the same for all; but each gets a part of a tier's place, by its name.
+    # `pigou worker` arguments, the same for all; each worker gets a part of a tier's place.
     arguments: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu",)
     model: str = ""  # model they serve; empty in a fleet of one model
