@@ -35,8 +35,7 @@ KEYS = frozenset(
         ("config.py", "least"), ("control/saturation/cusum_detector.py", "least_scale"),
         ("request.py", "hold"),
         ("sim/network.py", "ends"), ("sim/timing_measured.py", "alone"),
-        ("worker/config.py", "eviction_least"), ("worker/config.py", "rehearse"),
-        ("workload/workload_spec.py", "hold"),
+        ("worker/config.py", "rehearse"), ("workload/workload_spec.py", "hold"),
     }
 )  # fmt: skip
 

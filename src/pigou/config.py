@@ -15,6 +15,8 @@ from pigou.config_option import option
 QueueOrder = Literal["fcfs", "priority", "edf"]
 #: Policies under which requests give up entries whose return is below the price, also unasked.
 BY_PRICE = ("paper", "paper-lossy")
+#: Heading of options.
+_EVICTION = "Token eviction"
 
 
 class ConfigError(ValueError):
@@ -95,23 +97,58 @@ def _at(path: str, kind: Any, values: Any) -> tuple[Any, Any]:
 class EvictionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Which cache entries running requests give up when device blocks run short."""
 
-    # name of what tells an entry's return, as registered under `pigou.token_eviction`.
-    policy: str = "pigou"
-    # parameters of the policy, by name; those left out keep their defaults.
-    params: dict[str, float] = {}
-    sinks: int = 4  # first tokens of a request that are never given up
-    recent: int = 32  # last tokens of a request that are never given up, at least 1
-    least: int = 64  # fewest entries that a request keeps
-    # tokens after which a request's entries are appraised again, at least the block size.
-    interval: int = 64
-    # highest loss of return per block, in the policy's unit, that is accepted; beyond it requests
-    # wait, or are preempted, as they would be without eviction.
-    ceiling: float = float("inf")
-    # blocks that are given up beyond what is needed, for each running request, so that it is not
-    # done at every step.
-    slack: float = 0.25
-    rate: float = 0.1  # learning rate of the price (Token-PD, Eq. 5), above 0.
-    floors: dict[str, int] = {}  # blocks that a tenant's requests keep together, by tenant
+    policy: Annotated[
+        str,
+        option(
+            "Policy by which running requests give up cache entries when blocks run short: pigou, "
+            "h2o, snapkv, ...; by default none does, and requests are preempted.",
+            _EVICTION,
+            name="eviction",
+            default="",
+        ),
+    ] = "pigou"
+    params: Annotated[
+        dict[str, float],
+        option(
+            "Parameter of that policy, as NAME=VALUE; repeatable.",
+            _EVICTION,
+            name="eviction_param",
+            form="numbers",
+        ),
+    ] = {}
+    sinks: Annotated[
+        int, option("First tokens of a request that are never given up.", _EVICTION)
+    ] = 4
+    recent: Annotated[
+        int, option("Last tokens of a request that are never given up.", _EVICTION)
+    ] = 32
+    least: Annotated[int, option("Fewest cache entries that a request keeps.", _EVICTION)] = 64
+    interval: Annotated[
+        int, option("Tokens after which a request's entries are appraised again.", _EVICTION)
+    ] = 64
+    ceiling: Annotated[
+        float,
+        option(
+            "Highest loss of return per block, in the policy's unit; beyond it requests wait or "
+            "are preempted.",
+            _EVICTION,
+        ),
+    ] = float("inf")
+    slack: Annotated[
+        float,
+        option("Blocks given up beyond what is needed, for each running request.", _EVICTION),
+    ] = 0.25
+    # (Token-PD, Eq. 5)
+    rate: Annotated[float, option("Learning rate of the price of a block.", _EVICTION)] = 0.1
+    floors: Annotated[
+        dict[str, int],
+        option(
+            "Blocks a tenant's requests keep, as TENANT=BLOCKS; repeatable.",
+            _EVICTION,
+            name="eviction_floor",
+            form="numbers",
+        ),
+    ] = {}
 
     def __post_init__(self) -> None:
         check_bounds("eviction.sinks", self.sinks, ge=0)
@@ -124,6 +161,14 @@ class EvictionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         check_bounds("eviction.slack", self.slack, ge=0)
         for tenant, blocks in self.floors.items():
             check_bounds(f"eviction.floors of {tenant!r}", blocks, ge=0)
+
+    def check_interval(self, block_size: int) -> None:
+        """Refuse an interval below the block size."""
+        if self.interval < block_size:
+            raise ConfigError(
+                f"eviction.interval is {self.interval}; it must be at least the block size, "
+                f"{block_size}"
+            )
 
     @property
     def by_price(self) -> bool:
@@ -163,11 +208,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             check_bounds(name, getattr(self, name), ge=1)
         for name in ("host_blocks", "max_waiting", "headroom", "max_background_tokens"):
             check_bounds(name, getattr(self, name), ge=0)
-        if self.eviction is not None and self.eviction.interval < self.block_size:
-            raise ConfigError(
-                f"eviction.interval is {self.eviction.interval}; it must be at least the block "
-                f"size, {self.block_size}"
-            )
+        if self.eviction is not None:
+            self.eviction.check_interval(self.block_size)
         if self.max_background_tokens and self.order != "priority":
             raise ConfigError(
                 f"max_background_tokens is {self.max_background_tokens}, and order {self.order}; "

@@ -17,7 +17,7 @@ SLEEP = ("--executor", "sleep", "--model", "bundled", "--blocks", "64")
         (["--order", "lifo"], "--order is 'lifo'; give one of: fcfs, priority, edf"),
         (["--kv-transfer", "rdma"], "give auto, none, or some of: nixl, shm, tcp (with commas)"),
         (["--port", "99999"], "--port is 99999; give 0 (any free port) to 65535"),
-        (["--drain", "nan"], "--drain is nan; it must be at least 0"),
+        (["--drain", "nan"], "--drain is nan; it must be finite, at least 0"),
         (["--dtype", "fp8"], "give auto, bf16 or fp32"),
         (["--tier", "disk=1G"], "tier disk has no place; write disk=SIZE@PLACE"),
         (["--tier", "host=1G@/d"], "tier host has place '/d'; leave it out"),

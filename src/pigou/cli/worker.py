@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from pigou.cli.config_options import config_command
 from pigou.cli.option_values import check_port
-from pigou.config import ConfigError, EvictionConfig, check_all
+from pigou.config import ConfigError, check_all
 from pigou.fleet.config import LocalWorker
 from pigou.fleet.prefill_queue.messages import PullingConfig
 from pigou.fleet.registry.registration import RegistrationConfig
@@ -48,9 +48,6 @@ _ELSEWHERE = {
 
 #: Options of a worker that the fleet gives each of them.
 _OWN = {"--host", "--port", "--role", "--exit-with-parent"}
-_EVICTION_FLAGS = {
-    f"eviction.{name}": f"--eviction-{name}" for name in EvictionConfig.__struct_fields__
-}
 
 
 def split_model(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -119,7 +116,7 @@ def _unknown(name: str) -> str:
     return f"{name} is no option; {hint}"
 
 
-@config_command("worker", **_EVICTION_FLAGS)
+@config_command("worker")
 def worker(config: WorkerConfig, registration: RegistrationConfig, pulling: PullingConfig) -> None:
     """Run one worker: an OpenAI-compatible server over one model."""
     check_port(config.host, config.port)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from pigou.config import ConfigError, EvictionConfig, QueueOrder
+from pigou.config import ConfigError, EvictionConfig, QueueOrder, check_bounds
 from pigou.config_option import option
 from pigou.kv.tier_config import HOST, TierOption, check_names
 from pigou.logs import AccessLogOption, LogFormatOption, LogLevelOption
@@ -23,9 +23,6 @@ _KV_BACKENDS = ("nixl", "shm", "tcp")
 #: Option headings.
 _EVENTS = "KV transfer and events"
 _TIMING = "Timing in place of a model"
-#: Eviction defaults.
-_EVICTION = EvictionConfig()
-_EVICTION_FIELDS = tuple(name for name in EvictionConfig.__struct_fields__ if name != "policy")
 
 
 class StoreTier(TierOption, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -113,61 +110,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     prefix_caching: Annotated[
         bool, option("Keep finished blocks for requests with the same prefix.", "KV memory")
     ] = True
-    eviction: Annotated[
-        str,
-        option(
-            "Policy by which running requests give up cache entries when blocks run short: pigou, "
-            "h2o, snapkv, ...; by default none does, and requests are preempted.",
-            "Token eviction",
-        ),
-    ] = ""
-    eviction_params: Annotated[
-        dict[str, float],
-        option(
-            "Parameter of that policy, as NAME=VALUE; repeatable.",
-            "Token eviction",
-            name="eviction_param",
-            form="numbers",
-        ),
-    ] = {}
-    eviction_sinks: Annotated[
-        int, option("First tokens of a request that are never given up.", "Token eviction")
-    ] = _EVICTION.sinks
-    eviction_recent: Annotated[
-        int, option("Last tokens of a request that are never given up.", "Token eviction")
-    ] = _EVICTION.recent
-    eviction_least: Annotated[
-        int, option("Fewest cache entries that a request keeps.", "Token eviction")
-    ] = _EVICTION.least
-    eviction_interval: Annotated[
-        int, option("Tokens after which a request's entries are appraised again.", "Token eviction")
-    ] = _EVICTION.interval
-    eviction_ceiling: Annotated[
-        float,
-        option(
-            "Highest loss of return per block, in the policy's unit; beyond it requests wait or "
-            "are preempted.",
-            "Token eviction",
-        ),
-    ] = _EVICTION.ceiling
-    eviction_slack: Annotated[
-        float,
-        option(
-            "Blocks given up beyond what is needed, for each running request.", "Token eviction"
-        ),
-    ] = _EVICTION.slack
-    eviction_rate: Annotated[
-        float, option("Learning rate of the price of a block.", "Token eviction")
-    ] = _EVICTION.rate
-    eviction_floors: Annotated[
-        dict[str, int],
-        option(
-            "Blocks a tenant's requests keep, as TENANT=BLOCKS; repeatable.",
-            "Token eviction",
-            name="eviction_floor",
-            form="numbers",
-        ),
-    ] = {}
+    eviction: EvictionConfig = EvictionConfig(policy="")  # without a policy, none
     max_seqs: Annotated[int, option("Most sequences that run at once.", "Scheduling")] = 256
     max_batched_tokens: Annotated[
         int, option("Most tokens computed in one step.", "Scheduling")
@@ -283,18 +226,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         read_location(self.location)
         for name in ("threads", "block_size", "max_seqs", "max_batched_tokens", "repeat",
                      "max_body"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            check_bounds(name, getattr(self, name), ge=1)
         for name in ("blocks", "memory", "host_blocks", "max_model_len", "max_waiting", "drain",
                      "max_background_tokens"):  # fmt: skip
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+            check_bounds(name, getattr(self, name), ge=0)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; give 0 (any free port) to 65535")
-        if self.kv_lease <= 0:
-            raise ConfigError(f"kv_lease is {self.kv_lease}; it must be above 0 seconds")
-        if not 0 <= self.rehearse < float("inf"):
-            raise ConfigError(f"rehearse is {self.rehearse}; it must be finite, at least 0 seconds")
+        check_bounds("kv_lease", self.kv_lease, gt=0, unit=" seconds")
+        check_bounds("rehearse", self.rehearse, ge=0, unit=" seconds")
         kinds = self.kv_transfer.split(",")
         if kinds not in (["auto"], ["none"]) and set(kinds) - set(_KV_BACKENDS):
             raise ConfigError(
@@ -322,33 +261,21 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 "keep: leave one of them out"
             )
 
-    @property
-    def token_eviction(self) -> EvictionConfig | None:
-        """Token eviction settings; None if disabled."""
-        if not self.eviction:
-            return None
-        fields = {name: getattr(self, f"eviction_{name}") for name in _EVICTION_FIELDS}
-        return EvictionConfig(policy=self.eviction, **fields)
-
     def _check_eviction(self) -> None:
-        given = self.token_eviction  # validates ranges
-        if given is None:
-            for name in _EVICTION_FIELDS:
-                value = getattr(self, f"eviction_{name}")
-                if value != getattr(_EVICTION, name):
+        given = self.eviction
+        if not given.policy:
+            for name, default in msgspec.structs.asdict(EvictionConfig(policy="")).items():
+                if (value := getattr(given, name)) != default:
                     raise ConfigError(
-                        f"eviction_{name} is {value}, and eviction is not given; give a policy"
+                        f"eviction.{name} is {value}, and eviction is not given; give a policy"
                     )
-        elif self.sleeps:
+            return
+        if self.sleeps:
             raise ConfigError(
-                f"eviction is {self.eviction!r}, and the worker only takes time: it has no cache "
-                "entries; leave one out"
+                f"eviction.policy is {given.policy!r}, and the worker only takes time: it has no "
+                "cache entries; leave one out"
             )
-        elif given.interval < self.block_size:
-            raise ConfigError(
-                f"eviction_interval is {given.interval}; it must be at least the block size, "
-                f"{self.block_size}"
-            )
+        given.check_interval(self.block_size)
 
     def _check_timing(self) -> None:
         if not self.timing:

@@ -331,7 +331,7 @@ def _engine_config(config: WorkerConfig, blocks: int, max_tokens: int) -> Engine
         prefix_caching=config.prefix_caching,
         max_repeat=config.repeat,
         max_waiting=config.max_waiting,
-        eviction=config.token_eviction,
+        eviction=config.eviction if config.eviction.policy else None,
     )
 
 
