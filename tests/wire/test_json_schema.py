@@ -10,7 +10,7 @@ import pytest
 
 from pigou.models import bundled_path
 from pigou.wire.errors import APIError
-from pigou.wire.openai_requests import decode_chat
+from pigou.wire.openai_requests import decode_generation
 from pigou.wire.structured_output import FORMATS, schema_grammar, tool_use, without_void
 
 TEXT: dict[str, Any] = {"type": "string"}
@@ -111,7 +111,7 @@ def test_parameters_of_tools_are_read_alike() -> None:
     function = {"name": "f", "parameters": inside({**LIST, "uniqueItems": False})}
     body = {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required",
             "tools": [{"type": "function", "function": function}]}  # fmt: skip
-    use = tool_use(decode_chat(json.dumps(body).encode()))
+    use = tool_use(decode_generation(json.dumps(body).encode()))
     assert use is not None
     assert use.grammar is not None
     tool = json.loads(use.grammar.source)["$defs"]["tool0"]

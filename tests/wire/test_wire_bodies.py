@@ -15,7 +15,7 @@ from pigou.sampling import Grammar
 from pigou.wire import openai_replies, request_validation
 from pigou.wire.errors import REFUSED, APIError
 from pigou.wire.openai_replies import ReplyChunk, StreamEncoder
-from pigou.wire.openai_requests import ChatRequest, decode_chat, decode_completion
+from pigou.wire.openai_requests import ChatRequest, decode_generation
 from pigou.wire.prefill_decode_legs import asks_to_hold, leg_one, leg_two, offers_blocks, ticket
 from pigou.wire.sampling_params import Defaults, ModelLimits, sampling_params
 from pigou.wire.structured_output import grammar
@@ -24,7 +24,7 @@ LIMITS = ModelLimits(max_model_len=100, vocab_size=50)
 
 
 def completion(**fields: Any) -> Any:
-    request = decode_completion(json.dumps({"prompt": "a", **fields}).encode())
+    request = decode_generation(json.dumps({"prompt": "a", **fields}).encode())
     request_validation.check(request)
     return request
 
@@ -56,7 +56,7 @@ def test_any_value_of_any_field_is_taken_or_refused_by_name(name: str, value: An
 
 def refusal(body: bytes) -> APIError | None:
     try:
-        request = decode_chat(body)
+        request = decode_generation(body)
         request_validation.check(request)
         params(request)
     except APIError as error:
@@ -68,23 +68,23 @@ def refusal(body: bytes) -> APIError | None:
 @settings(max_examples=examples(400))
 def test_bytes_that_are_no_body_are_refused(data: bytes) -> None:
     with pytest.raises(APIError):
-        decode_completion(data)
+        decode_generation(data)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_other_servers_know_is_refused_with_a_remedy(name: str) -> None:
     body = {"prompt": "a", "messages": [], name: 7}
-    with pytest.raises(APIError, match=REFUSED[name].split(";")[0]) as caught:
-        decode_chat(json.dumps({k: v for k, v in body.items() if k != "prompt"}).encode())
+    with pytest.raises(APIError, match=REFUSED[name][0].split(";")[0]) as caught:
+        decode_generation(json.dumps({k: v for k, v in body.items() if k != "prompt"}).encode())
     assert caught.value.param == name
 
 
 def test_what_openai_clients_send_without_meaning_here_is_taken() -> None:
     sent = {"store": True, "service_tier": "auto", "verbosity": "low"}
     body = {"messages": [{"role": "developer", "content": "a"}], **sent}
-    assert decode_chat(json.dumps(body).encode()).verbosity == "low"
+    assert decode_generation(json.dumps(body).encode()).verbosity == "low"
     with pytest.raises(APIError, match="Unknown field loudness"):
-        decode_chat(json.dumps(body | {"loudness": 1}).encode())
+        decode_generation(json.dumps(body | {"loudness": 1}).encode())
 
 
 def test_sampling_follows_the_request_then_the_model_then_the_api() -> None:

@@ -9,13 +9,13 @@ import pytest
 
 from pigou.sampling import Grammar
 from pigou.wire.errors import APIError
-from pigou.wire.openai_requests import CompletionRequest, decode_completion
+from pigou.wire.openai_requests import CompletionRequest, decode_generation
 from pigou.wire.request_validation import check
 from pigou.wire.structured_output import MAX_BYTES, MAX_CHOICES, MAX_DEPTH, grammar
 
 
 def request(**fields: Any) -> CompletionRequest:
-    return decode_completion(json.dumps({"prompt": "a", **fields}).encode())
+    return decode_generation(json.dumps({"prompt": "a", **fields}).encode())
 
 
 def nested(depth: int) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from pigou.wire.openai_requests import (
     HEADER,
     ChatRequest,
     CompletionRequest,
+    Known,
     UnknownFields,
     header_value,
-    known_chat,
-    known_completion,
+    known,
     neutral,
 )
 from pigou.wire.request_validation import check
@@ -86,12 +86,12 @@ def outcome(chat: bool, body: dict[str, Any]) -> APIError | ChatRequest | Comple
     """Return what a server makes of a body: its request, or its refusal; nothing is unknown."""
     data = json.dumps(body).encode()
     try:
-        known = known_chat(data) if chat else known_completion(data)
-        assert not known.unknown, "a field of the API is not known by name"
-        check(known.request)
+        found: Known[Any] = known(ChatRequest if chat else CompletionRequest, data)
+        assert not found.unknown, "a field of the API is not known by name"
+        check(found.request)
     except APIError as error:
         return error
-    return known.request
+    return found.request
 
 
 def base(chat: bool, name: str) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def test_numbers_are_read_as_vllm_reads_them(fields: Any, name: str, value: Any)
 
 
 def test_a_byte_order_mark_before_a_body_is_skipped() -> None:
-    assert known_completion(b'\xef\xbb\xbf{"prompt": "a", "x": 1}').unknown == ["x"]
+    assert known(CompletionRequest, b'\xef\xbb\xbf{"prompt": "a", "x": 1}').unknown == ["x"]
 
 
 UNKNOWN = {
@@ -190,12 +190,12 @@ UNKNOWN = {
 
 def test_unknown_fields_are_named_with_their_paths_and_left_out() -> None:
     body = {"messages": [{"role": "user", "content": "a", "custom": 1}], "seed": 7} | UNKNOWN
-    known = known_chat(json.dumps(body).encode())
-    assert known.unknown == ["temprature", "loudness", "stream_options.every", "response_format.x",
+    found = known(ChatRequest, json.dumps(body).encode())
+    assert found.unknown == ["temprature", "loudness", "stream_options.every", "response_format.x",
                              "response_format.json_schema.y"]  # fmt: skip
-    assert known.request.seed == 7
-    assert known.request.messages[0]["custom"] == 1, "messages belong to the template"
-    left = json.loads(known.body)
+    assert found.request.seed == 7
+    assert found.request.messages[0]["custom"] == 1, "messages belong to the template"
+    left = json.loads(found.body)
     assert left["response_format"]["json_schema"]["schema"]["title"] == "kept"
     assert not {"temprature", "loudness", "quiet"} & left.keys()
 

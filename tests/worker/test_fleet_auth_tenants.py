@@ -10,7 +10,7 @@ from aiohttp import ClientSession, web
 
 from pigou.sampling import Grammar
 from pigou.wire.fleet_secret import TENANT, FleetSecret
-from pigou.wire.openai_requests import decode_completion
+from pigou.wire.openai_requests import decode_generation
 from pigou.worker.http.fleet_auth import fleet_guard, fleet_tenant
 from pigou.worker.http.served_model import ServedModel
 from pigou.worker.http.structured_output_pool import OutputConstraints
@@ -43,7 +43,7 @@ def turns(tenant: str, *salts: str | None) -> list[str]:
         for salt in salts:
             said = f',"cache_salt":"{salt}"' if salt else ""
             body = f'{{"prompt":"a","structured_outputs":{{"regex":"a"}}{said}}}'
-            await shapes.shape(decode_completion(body.encode()), 1, (), tenant)
+            await shapes.shape(decode_generation(body.encode()), 1, (), tenant)
 
     asyncio.run(main())
     return source.tenants

@@ -15,7 +15,7 @@ from pigou.models import bundled_path
 from pigou.runtime.step_output import GrammarError
 from pigou.runtime.structured_output import Grammars, read_grammars
 from pigou.sampling import Grammar
-from pigou.wire.openai_requests import decode_chat
+from pigou.wire.openai_requests import decode_generation
 from pigou.wire.sampling_params import Defaults
 from pigou.worker.http.served_model import ServedModel
 from pigou.worker.http.structured_output_pool import (
@@ -266,7 +266,7 @@ async def test_json_closes_where_the_model_says_so_and_the_request_has_no_limit(
     )  # fmt: skip
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "string"}}}
     body = {"messages": [{"role": "user", "content": "a"}], "response_format": form, **fields}
-    request = decode_chat(json.dumps(body).encode())
+    request = decode_generation(json.dumps(body).encode())
     shape = await constraints.shape(request, 1, (), tools=constraints.tools(request))
     assert shape.grammar is not None
     assert shape.grammar.close_after == close_after

@@ -18,15 +18,9 @@ from pigou.gateway.proxy.reply_parsing import ABSENT, given
 from pigou.gateway.request import Body, BodyFields, ParsedRequest
 from pigou.kv.tenure import Tenure
 from pigou.request import NEVER
-from pigou.wire.errors import APIError, bad_request, decode_error
+from pigou.wire.errors import APIError, bad_request, decoded
 from pigou.wire.json_limits import read_fields
-from pigou.wire.openai_requests import (
-    ChatRequest,
-    CompletionRequest,
-    known_chat,
-    known_completion,
-    without_bom,
-)
+from pigou.wire.openai_requests import ChatRequest, CompletionRequest, Known, known, without_bom
 from pigou.wire.request_validation import check
 from pigou.wire.request_validation import request_id as wire_id
 
@@ -121,10 +115,7 @@ def read(
     arrival = time.monotonic_ns()
     data = without_bom(data)
     body: Body = dict(read_fields(data, context))
-    try:
-        fields = _body_fields.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise decode_error(error, data) from None
+    fields = decoded(_body_fields, data)
     for name, remedy in _RESERVED.items():
         if given(body.get(name, ABSENT)):
             raise bad_request(f"{name} is refused: {remedy}.", name)
@@ -132,11 +123,11 @@ def read(
         raise bad_request("cache_salt is empty: leave it out, or send a text.", "cache_salt")
     unknown: list[str] = []
     if strict:
-        known = known_chat(data) if chat else known_completion(data)
-        check(known.request)
-        unknown = known.unknown
-        if known.body is not data:
-            body = dict(_fields.decode(known.body))
+        request: Known[Any] = known(ChatRequest if chat else CompletionRequest, data)
+        check(request.request)
+        unknown = request.unknown
+        if request.body is not data:
+            body = dict(_fields.decode(request.body))
     if model:
         fields.model, body["model"] = model, msgspec.Raw(msgspec.json.encode(model))
     prompts, tokens = (1, _chat_size(fields)) if chat else _prompt_size(fields.prompt)

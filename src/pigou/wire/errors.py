@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -48,48 +48,57 @@ _ABSENT_ROUTES = {
                      "videos", "moderations", "realtime", *STORED_COLLECTIONS), _ATTACH),
 }  # fmt: skip
 
-#: Fields of other servers that are refused, and the remedy.
-REFUSED = {
-    "best_of": "it is not supported; ask for n completions and choose among them",
-    "use_beam_search": "beam search is not supported; remove it",
-    "length_penalty": "it belongs to beam search, which is not supported; remove it",
-    "suffix": "insertion is not supported; remove it",
-    "functions": "it is deprecated; use tools",
-    "function_call": "it is deprecated; use tool_choice",
-    "guided_json": "it is deprecated; use structured_outputs.json",
-    "guided_regex": "it is deprecated; use structured_outputs.regex",
-    "guided_choice": "it is deprecated; use structured_outputs.choice",
-    "guided_grammar": "it is deprecated; use structured_outputs.grammar",
-    "guided_json_object": "it is deprecated; use structured_outputs.json_object",
-    "guided_decoding_backend": "it is deprecated; remove it",
-    "guided_whitespace_pattern": "it is deprecated; remove it",
-    "chat_template": "a request may not bring its own template; set it on the server",
-    "documents": "they reach the template as chat_template_kwargs.documents; send them there",
-    "echo": "it belongs to completions; remove it",
-    "prompt_embeds": "prompts are text or token ids; use prompt",
-    "audio": "output is text only; remove it",
-    "modalities": "output is text only; remove it",
-    "prediction": "predicted outputs are not supported; remove it",
-    "web_search_options": "web search is not supported; remove it",
-    "moderation": "moderation is not supported; remove it",
-    "allowed_token_ids": "it is not supported; use structured_outputs or logit_bias",
-    "bad_words": "it is not supported; use logit_bias with the ids of their tokens",
-    "early_stopping": "it belongs to beam search, which is not supported; remove it",
-    "logits_processors": "code in requests is not supported; use logit_bias or structured_outputs",
-    "vllm_xargs": "there are no extensions to pass it to; remove it",
-    "mm_processor_kwargs": "the model reads text only; remove it",
-    "media_io_kwargs": "the model reads text only; remove it",
-    "thinking_token_budget": "it is not supported; use max_tokens",
-    "repetition_detection": "it is not supported; use frequency_penalty or repetition_penalty",
-    "truncation_side": "truncate_prompt_tokens keeps the end; remove it",
-    "include_reasoning": "reasoning is not told apart from the text; remove it",
-    "return_tokens_as_token_ids": "it is not supported; use return_token_ids",
+#: Refused fields of other servers: the remedy, and values beside null that ask for nothing.
+REFUSED: dict[str, tuple[str, *tuple[Any, ...]]] = {
+    "best_of": ("it is not supported; ask for n completions and choose among them", 1),
+    "use_beam_search": ("beam search is not supported; remove it", False),
+    "length_penalty": ("it belongs to beam search, which is not supported; remove it", 1),
+    "suffix": ("insertion is not supported; remove it", ""),
+    "functions": ("it is deprecated; use tools", []),
+    "function_call": ("it is deprecated; use tool_choice", "none", "auto"),
+    "guided_json": ("it is deprecated; use structured_outputs.json",),
+    "guided_regex": ("it is deprecated; use structured_outputs.regex",),
+    "guided_choice": ("it is deprecated; use structured_outputs.choice", []),
+    "guided_grammar": ("it is deprecated; use structured_outputs.grammar",),
+    "guided_json_object": ("it is deprecated; use structured_outputs.json_object",),
+    "guided_decoding_backend": ("it is deprecated; remove it",),
+    "guided_whitespace_pattern": ("it is deprecated; remove it",),
+    "chat_template": ("a request may not bring its own template; set it on the server", ""),
+    "documents": ("they reach the template as chat_template_kwargs.documents; send them there", []),
+    "echo": ("it belongs to completions; remove it", False),
+    "prompt_embeds": ("prompts are text or token ids; use prompt",),
+    "audio": ("output is text only; remove it", {}),
+    "modalities": ("output is text only; remove it", ["text"], []),
+    "prediction": ("predicted outputs are not supported; remove it",),
+    "web_search_options": ("web search is not supported; remove it",),
+    "moderation": ("moderation is not supported; remove it",),
+    "allowed_token_ids": ("it is not supported; use structured_outputs or logit_bias", []),
+    "bad_words": ("it is not supported; use logit_bias with the ids of their tokens", []),
+    "early_stopping": ("it belongs to beam search, which is not supported; remove it", False),
+    "logits_processors": (
+        "code in requests is not supported; use logit_bias or structured_outputs",
+        [],
+    ),
+    "vllm_xargs": ("there are no extensions to pass it to; remove it", {}),
+    "mm_processor_kwargs": ("the model reads text only; remove it", {}),
+    "media_io_kwargs": ("the model reads text only; remove it", {}),
+    "thinking_token_budget": ("it is not supported; use max_tokens",),
+    "repetition_detection": (
+        "it is not supported; use frequency_penalty or repetition_penalty",
+        {},
+    ),
+    "truncation_side": ("truncate_prompt_tokens keeps the end; remove it", "left"),
+    "include_reasoning": ("reasoning is not told apart from the text; remove it", True, False),
+    "return_tokens_as_token_ids": ("it is not supported; use return_token_ids", False),
 }
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`(?: - at `(?P<path>.*)`)?$")
 _MISSING = re.compile(r"Object missing required field `(?P<field>.*?)`(?: - at `(?P<path>.*)`)?$")
 _WRONG = re.compile(r"(?P<what>.*?) - at `(?P<path>.*)`$")
 _PATH_STEP = re.compile(r"[.\[]")
+#: What decoding of JSON raises.
+DECODING_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_T = TypeVar("_T")
 _STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
 
 
@@ -174,6 +183,14 @@ def error_body(message: str, type: str, param: str | None, code: int | str) -> b
     return msgspec.json.encode({"error": error})
 
 
+def decoded(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
+    """Decode JSON; raise the error 400 that names the fault."""
+    try:
+        return decoder.decode(body)
+    except DECODING_ERRORS as error:
+        raise decode_error(error, body) from None
+
+
 def decode_error(error: Exception, body: bytes) -> APIError:
     """Translate msgspec's error into field, value and remedy."""
     text = str(error)
@@ -189,8 +206,8 @@ def decode_error(error: Exception, body: bytes) -> APIError:
 def _field_error(text: str, body: bytes) -> APIError:
     if match := _UNKNOWN.match(text):
         field = _join(match["path"], match["field"])
-        if remedy := REFUSED.get(field):
-            return bad_request(f"{field} is refused: {remedy}.", field)
+        if field in REFUSED:
+            return bad_request(f"{field} is refused: {REFUSED[field][0]}.", field)
         return unknown_field(field)
     if match := _MISSING.match(text):
         field = _join(match["path"], match["field"])
@@ -217,7 +234,7 @@ def _value_at(body: bytes, path: str) -> Any:
     """Return the value at msgspec's path (`$.a.b[2]`), or its nearest parent; UNSET for none."""
     try:
         value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except DECODING_ERRORS:
         return msgspec.UNSET
     for name, index in _STEP.findall(path):
         try:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import kernel
-from pigou.wire.errors import bad_field, bad_request, decode_error
+from pigou.wire.errors import bad_field, bad_request, decoded
 
 MAX_DEPTH = 128
 MAX_FIELDS = 1024
@@ -107,10 +107,7 @@ def is_deep(data: bytes | bytearray) -> bool:
 def read_fields(data: bytes, context: int = 0) -> dict[str, msgspec.Raw]:
     """Return a body's encoded fields, within bounds for `context` tokens; APIError 400."""
     count = _check_body(data)
-    try:
-        fields = _fields.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise decode_error(error, data) from None
+    fields = decoded(_fields, data)
     if count > max(1, len(fields)):  # fields beyond `fields` would be decoded, too
         raise bad_request(
             f"The body has {count} fields of {len(fields)} names; send each field once."

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
-from pigou.wire.errors import REFUSED, bad_field, decode_error, unknown_field
+from pigou.wire.errors import (
+    DECODING_ERRORS,
+    REFUSED,
+    bad_field,
+    decode_error,
+    decoded,
+    unknown_field,
+)
 
 #: Response header that lists a request's unknown fields.
 HEADER = "X-Pigou-Unknown-Fields"
@@ -16,42 +23,13 @@ HEADER = "X-Pigou-Unknown-Fields"
 MODES = ("warn", "refuse")
 #: Maximum names in the header, and characters of each.
 _MAX_NAMES, _MAX_CHARS = 16, 64
-#: Neutral values of refused fields, beside null.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
-    "audio": ({},),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template": ("",),
-    "documents": ([],),
-    "early_stopping": (False,),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_choice": ([],),
-    "include_reasoning": (True, False),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"], []),
-    "repetition_detection": ({},),
-    "return_tokens_as_token_ids": (False,),
-    "suffix": ("",),
-    "truncation_side": ("left",),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
-}
 _UNPRINTABLE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-Number: TypeAlias = float
-TokenIds: TypeAlias = list[int]
 #: Text, several texts, token ids, or several lists of them; told apart by
 #: `pigou.wire.request_validation`.
 Prompt: TypeAlias = str | list[str | int | list[int]]
 NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
-_B = TypeVar("_B")
-_S = TypeVar("_S", bound=msgspec.Struct)
+_B = TypeVar("_B", bound="_OpenAIBody")
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -61,47 +39,33 @@ def neutral(name: str, value: Any, n: Any = None) -> bool:
         return True
     if name == "best_of" and n is not None and type(value) is int and value == n:
         return True  # every choice that is computed is returned
-    return any(_same(value, item) for item in _NEUTRAL.get(name, ()))
+    return any(_same(value, item) for item in REFUSED.get(name, ())[1:])
 
 
-def known_part(
-    body: bytes, fields: Iterable[str], nested: Mapping[str, Iterable[str]], unknown: list[str]
-) -> bytes:
-    """Return a body without unknown and neutral fields; raises APIError 400.
-
-    `nested` maps object fields to their names (`a.b` for `b` of `a`); `unknown` collects paths.
-    """
+def _known_part(body: bytes, known: Collection[str], unknown: list[str]) -> bytes:
+    """Return a body without unknown and neutral fields; `unknown` collects their paths."""
     parts = _fields.decode(body)
     n = _value(parts.get("n"))
-    known = set(fields)
-    for name in [name for name in parts if name not in known]:
-        raw = parts.pop(name)
-        if name in REFUSED:
-            if not neutral(name, _value(raw), n):
-                raise bad_field(name, f"is refused: {REFUSED[name]}.")
-        elif bytes(raw) != b"null":
-            unknown.append(name)
-    for path in nested:
-        if path.split(".")[0] in parts and "." not in path:
-            parts[path] = _pruned(parts[path], path, nested, unknown)
-    return msgspec.json.encode(parts)
+    for name in [name for name in parts if name in REFUSED and name not in known]:
+        if not neutral(name, _value(parts.pop(name)), n):
+            raise bad_field(name, f"is refused: {REFUSED[name][0]}.")
+    return bytes(_pruned(msgspec.Raw(msgspec.json.encode(parts)), "", known, unknown))
 
 
 def _pruned(
-    raw: msgspec.Raw, path: str, nested: Mapping[str, Iterable[str]], unknown: list[str]
+    raw: msgspec.Raw, prefix: str, known: Collection[str], unknown: list[str]
 ) -> msgspec.Raw:
-    """Do the same for an object within the body; what is no object is left as it is."""
+    """Return an object's `known` fields; what is no object is left as it is."""
     try:
         parts = _fields.decode(raw)
     except msgspec.ValidationError:
         return raw
-    known = set(nested[path])
     for name in [name for name in parts if name not in known]:
         if bytes(parts.pop(name)) != b"null":
-            unknown.append(f"{path}.{name}")
+            unknown.append(prefix + name)
     for name in parts:
-        if f"{path}.{name}" in nested:
-            parts[name] = _pruned(parts[name], f"{path}.{name}", nested, unknown)
+        if (inner := _NESTED.get(prefix + name)) is not None:
+            parts[name] = _pruned(parts[name], f"{prefix}{name}.", inner, unknown)
     return msgspec.Raw(msgspec.json.encode(parts))
 
 
@@ -220,19 +184,19 @@ class GenerationRequest(_UnusedFields, kw_only=True):
     n: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
+    temperature: float | None = None
+    top_p: float | None = None
     top_k: int | None = None
-    min_p: Number | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    repetition_penalty: Number | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
@@ -272,7 +236,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     # the rendered and tokenized messages; a gateway that sends them spares the worker both.
-    prompt_token_ids: TokenIds | None = None
+    prompt_token_ids: list[int] | None = None
     verbosity: str | None = None  # accepted and ignored
     parallel_tool_calls: bool | None = None
 
@@ -305,11 +269,10 @@ _NESTED = {
     "response_format.json_schema": JsonSchema.__struct_fields__,
     "structured_outputs": StructuredOutputs.__struct_fields__,
 }
-
-_completion = msgspec.json.Decoder(CompletionRequest, strict=False)
-_chat = msgspec.json.Decoder(ChatRequest, strict=False)
-_tokenize = msgspec.json.Decoder(TokenizeRequest, strict=False)
-_detokenize = msgspec.json.Decoder(DetokenizeRequest, strict=False)
+_DECODERS: dict[type[_OpenAIBody], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind, strict=False)
+    for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+}
 
 
 class Known(NamedTuple, Generic[_B]):
@@ -320,73 +283,38 @@ class Known(NamedTuple, Generic[_B]):
     unknown: list[str]  # unknown fields of the body, nested ones as paths
 
 
-def decode_completion(body: bytes) -> CompletionRequest:
-    """Decode a completions body; raise `APIError` 400 that names the field at fault."""
-    return _all_known(known_completion(body))
+def known(kind: type[_B], body: bytes) -> Known[_B]:
+    """Decode a body apart from unknown fields; raise `APIError` 400 that names the fault."""
+    body = without_bom(body)
+    try:
+        return Known(_DECODERS[kind].decode(body), body, [])
+    except DECODING_ERRORS as error:
+        if "unknown field" not in str(error):
+            raise decode_error(error, body) from None
+    unknown: list[str] = []
+    try:
+        body = _known_part(body, set(kind.__struct_fields__), unknown)
+    except DECODING_ERRORS as error:
+        raise decode_error(error, body) from None
+    return Known(decode(kind, body), body, unknown)
 
 
-def decode_chat(body: bytes) -> ChatRequest:
-    """Decode a chat body; raise `APIError` 400 that names the field at fault."""
-    return _all_known(known_chat(body))
+def decode(kind: type[_B], body: bytes) -> _B:
+    """Decode a body; raise `APIError` 400 that names the fault, an unknown field too."""
+    request: _B = decoded(_DECODERS[kind], without_bom(body))
+    return request
 
 
-def known_completion(body: bytes) -> Known[CompletionRequest]:
-    """Decode a completions body apart from unknown fields; raise `APIError` 400 as above."""
-    return _known(_completion, CompletionRequest, body)
-
-
-def known_chat(body: bytes) -> Known[ChatRequest]:
-    """Decode a chat body apart from unknown fields; raise `APIError` 400 as above."""
-    return _known(_chat, ChatRequest, body)
-
-
-def decode_cached(body: bytes) -> CompletionRequest | ChatRequest:
-    """Decode a body of either route, whichever it is; raise as these."""
-    chat = "messages" in _decode(_fields, body)
-    return decode_chat(body) if chat else decode_completion(body)
-
-
-def decode_tokenize(body: bytes) -> TokenizeRequest:
-    """Decode a tokenize body; raise `APIError` 400 that names the field at fault."""
-    return _decode(_tokenize, body)
-
-
-def decode_detokenize(body: bytes) -> DetokenizeRequest:
-    """Decode a detokenize body; raise `APIError` 400 that names the field at fault."""
-    return _decode(_detokenize, body)
+def decode_generation(body: bytes) -> CompletionRequest | ChatRequest:
+    """Decode a body of completions or chats; raise `APIError` 400 that names the fault."""
+    is_chat = "messages" in decoded(_fields, without_bom(body))
+    parsed: Known[CompletionRequest] | Known[ChatRequest]
+    parsed = known(ChatRequest, body) if is_chat else known(CompletionRequest, body)
+    if parsed.unknown:
+        raise unknown_field(parsed.unknown[0])
+    return parsed.request
 
 
 def without_bom(body: bytes) -> bytes:
     """Return a body without a UTF-8 byte order mark."""
     return body.removeprefix(_BOM)
-
-
-def _known(decoder: msgspec.json.Decoder[_S], kind: type[_S], body: bytes) -> Known[_S]:
-    body = without_bom(body)
-    try:
-        return Known(decoder.decode(body), body, [])
-    except msgspec.ValidationError as error:
-        if "unknown field" not in str(error):
-            raise decode_error(error, body) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise decode_error(error, body) from None
-    unknown: list[str] = []
-    try:
-        body = known_part(body, kind.__struct_fields__, _NESTED, unknown)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise decode_error(error, body) from None
-    return Known(_decode(decoder, body), body, unknown)
-
-
-def _all_known(known: Known[_S]) -> _S:
-    if known.unknown:
-        raise unknown_field(known.unknown[0])
-    return known.request
-
-
-def _decode(decoder: msgspec.json.Decoder[_B], body: bytes) -> _B:
-    body = without_bom(body)
-    try:
-        return decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise decode_error(error, body) from None

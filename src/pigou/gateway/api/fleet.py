@@ -26,7 +26,7 @@ from pigou.gateway.gateway import Gateway
 from pigou.gateway.plan_status import PlanStatus, plan_families
 from pigou.request import Role
 from pigou.wire.bodies import read_json
-from pigou.wire.errors import APIError, bad_request, decode_error
+from pigou.wire.errors import APIError, bad_request, decoded
 from pigou.wire.openai_requests import without_bom
 
 _T = TypeVar("_T")
@@ -196,10 +196,7 @@ class FleetAPI:
 
 async def _read(request: web.Request, kind: type[_T]) -> _T:
     data = without_bom(await read_json(request, _MAX_BYTES))
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise decode_error(error, data) from None
+    return decoded(msgspec.json.Decoder(kind), data)
 
 
 async def _read_limit(request: web.Request) -> float | None:

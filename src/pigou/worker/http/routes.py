@@ -34,13 +34,12 @@ from pigou.wire.json_limits import SMALL, read_fields
 from pigou.wire.openai_requests import (
     ChatRequest,
     CompletionRequest,
-    Known,
+    DetokenizeRequest,
+    TokenizeRequest,
     UnknownFields,
-    decode_cached,
-    decode_detokenize,
-    decode_tokenize,
-    known_chat,
-    known_completion,
+    decode,
+    decode_generation,
+    known,
     without_bom,
 )
 from pigou.wire.request_validation import REQUEST_ID_HEADER, request_id
@@ -138,24 +137,24 @@ class Routes:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Complete prompts."""
-        return await self._parse_and_reply(request, known_completion, self._intake.completion)
+        return await self._parse_and_reply(request, CompletionRequest, self._intake.completion)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat."""
-        return await self._parse_and_reply(request, known_chat, self._intake.chat)
+        return await self._parse_and_reply(request, ChatRequest, self._intake.chat)
 
     async def _parse_and_reply(
         self,
         request: web.Request,
-        decode: Callable[[bytes], Known[_R]],
+        kind: type[_R],
         begin: Callable[[_R, str, str, RequestTrace | None], Awaitable[Reply]],
     ) -> web.StreamResponse:
         with ReplyTrace(self._tracer, request.headers) as spans:
-            known = await self._bodies.read(request, decode)
-            headers = self._unknown.judge(known.unknown)
-            id = _id(request, known.request.request_id)
+            parsed = await self._bodies.read(request, partial(known, kind))
+            headers = self._unknown.judge(parsed.unknown)
+            id = _id(request, parsed.request.request_id)
             spans.phase("receive")
-            reply = await begin(known.request, id, fleet_tenant(), spans.trace)
+            reply = await begin(parsed.request, id, fleet_tenant(), spans.trace)
             spans.take(reply)
             return await self._send(request, reply, headers, spans.trace_id)
 
@@ -274,7 +273,7 @@ class Routes:
 
     async def offer(self, request: web.Request) -> web.Response:
         """Offer a prompt's cached blocks to another worker (gateway only); null ticket if none."""
-        body = await self._bodies.read(request, decode_cached)
+        body = await self._bodies.read(request, decode_generation)
         ticket = await self._service.lease_cached(await self._intake.cached(body))
         return _json({"kv_transfer_params": ticket})
 
@@ -286,7 +285,7 @@ class Routes:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """Return the tokens of a text or rendered messages."""
-        body = await self._bodies.read(request, decode_tokenize)
+        body = await self._bodies.read(request, partial(decode, TokenizeRequest))
         self._intake.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("Give prompt or messages, and only one of them.", "prompt")
@@ -310,7 +309,7 @@ class Routes:
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """Return the text of tokens."""
-        body = await self._bodies.read(request, decode_detokenize)
+        body = await self._bodies.read(request, partial(decode, DetokenizeRequest))
         self._intake.check_model(body.model)
         return _json({"prompt": await self._intake.prompts.decode(body.tokens)})
 
