@@ -103,6 +103,36 @@ def test_a_variable_that_names_no_option_is_told(
     assert "PIGOU_SERVE_PROT is set, and names no option; did you mean PIGOU_SERVE_PORT?" in error
 
 
+@pytest.mark.parametrize(
+    ("typed", "remedy"),
+    [
+        (["--gateway-lag", "1"], "give --gateways COUNT,lag_s=SECONDS"),
+        (["--gateway-loss", "0.1"], "give --gateways COUNT,loss=SHARE"),
+        (["--gateway-split", "tenant"], "give --gateways COUNT,split=tenant"),
+        (
+            ["--gateway-exchange"],
+            "leave it out, or turn it off by --gateways COUNT,exchanges=false",
+        ),
+        (["--no-gateway-exchange"], "give --gateways COUNT,exchanges=false"),
+    ],
+)
+def test_a_former_option_says_what_to_give_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    typed: list[str], remedy: str,
+) -> None:  # fmt: skip
+    name = typed[0].removeprefix("--")
+    error = refusal(["simulate", *typed], capsys)
+    assert f"{typed[0]} is no option any more; {remedy}" in " ".join(error.split())
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{name}: 1")
+    error = refusal(["simulate", "--config", str(file)], capsys)
+    assert f"has '{name}', no option any more; {remedy}" in " ".join(error.split())
+    variable = f"PIGOU_SIMULATE_{name.upper().replace('-', '_')}"
+    monkeypatch.setenv(variable, "1")
+    error = refusal(["simulate"], capsys)
+    assert f"{variable} is set, and names no option any more; {remedy}" in error
+
+
 def parsers() -> dict[str, Any]:
     root: Any = get_command(build())
     return dict(root.commands)

@@ -62,6 +62,11 @@ REPLACED = dict.fromkeys(
     "bucket_endpoint": "give --tier bucket=SIZE@s3://BUCKET/PREFIX?endpoint=URL",
     "bucket_region": "give --tier bucket=SIZE@s3://BUCKET/PREFIX?region=NAME",
     "tier_policy": "give --tier NAME=SIZE,policy=NAME",
+    "gateway_lag": "give --gateways COUNT,lag_s=SECONDS",
+    "gateway_loss": "give --gateways COUNT,loss=SHARE",
+    "gateway_split": "give --gateways COUNT,split=tenant",
+    "gateway_exchange": "leave it out, or turn it off by --gateways COUNT,exchanges=false",
+    "no_gateway_exchange": "give --gateways COUNT,exchanges=false",
 }
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 _HEAD = re.compile(r"([\w.]+)(?=:? (?:is|of) | ')")
@@ -151,6 +156,8 @@ def _warn_of_unknown(name: str, prefix: str, known: set[str]) -> None:
         if variable.startswith(prefix) and variable not in known:
             near = difflib.get_close_matches(variable, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
+            if replaced := REPLACED.get(variable.removeprefix(prefix).lower()):
+                hint = f" any more; {replaced}"
             print(f"pigou {name}: {variable} is set, and names no option{hint}", file=sys.stderr)
 
 
