@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import groupby, pairwise
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from pigou.diagnosis.mode import (
     Diagnosis,
+    FailureMode,
     ModeEvidence,
     ModeFinding,
     Series,
@@ -30,25 +31,32 @@ _LONG = 4.0
 
 
 def _per_worker(
-    series: Series, number: int, shows: Callable[[WorkerObservation, FleetObservation], bool],
+    series: Series, mode: FailureMode,
+    shows: Callable[[WorkerObservation, FleetObservation], bool],
     evidence: Callable[[list[WorkerObservation], float], list[ModeEvidence]],
 ) -> ModeFinding | None:  # fmt: skip
-    mode, best = MODES[number], None
-    for name in dict.fromkeys(w.worker for window in series for w in window.workers):
+    def shown_by(name: str, window: FleetObservation) -> bool:
+        return any(w.worker == name and shows(w, window) for w in window.workers)
 
-        def shown_by(window: FleetObservation, name: str = name) -> bool:
-            return any(w.worker == name and shows(w, window) for w in window.workers)
-
-        shown = stretch(series, mode, shown_by)
-        if shown and (best is None or len(shown) > len(best[0])):
-            workers = [w for window in shown for w in window.workers if w.worker == name]
-            best = (shown, evidence(workers, sum(window.seconds for window in shown)))
-    return None if best is None else finding(mode, best[0], best[1])
+    names = dict.fromkeys(w.worker for window in series for w in window.workers)
+    name, shown = _longest(series, mode, names, shown_by)
+    if not shown:
+        return None
+    workers = [w for window in shown for w in window.workers if w.worker == name]
+    return finding(mode, shown, evidence(workers, sum(window.seconds for window in shown)))
 
 
-def out_of_memory(series: Series) -> ModeFinding | None:
+def _longest(
+    series: Series, mode: FailureMode, names: Iterable[str],
+    shows: Callable[[str, FleetObservation], bool],
+) -> tuple[str, Series]:  # fmt: skip
+    """Return the worker or tenant that shows a signal longest, and that stretch; () for none."""
+    stretches = [(name, stretch(series, mode, partial(shows, name))) for name in names]
+    return max(stretches, key=lambda named: len(named[1]), default=("", ()))
+
+
+def out_of_memory(series: Series, mode: FailureMode) -> ModeFinding | None:
     """Mode 1: a worker ran out of memory."""
-    mode = MODES[1]
     dead = [(window, worker) for window in series for worker in window.workers
             if worker.out_of_memory]  # fmt: skip
     if not dead:
@@ -62,10 +70,10 @@ def out_of_memory(series: Series) -> ModeFinding | None:
     return finding(mode, [window for window, _ in dead], evidence, certain=True)
 
 
-def kv_exhaustion(series: Series) -> ModeFinding | None:
+def kv_exhaustion(series: Series, mode: FailureMode) -> ModeFinding | None:
     """Mode 2: a full pool, and preemptions."""
     need((w.preemptions for o in series for w in o.workers), "preemptions of workers")
-    limits = MODES[2].limits
+    limits = mode.limits
 
     def shows(worker: WorkerObservation, _: FleetObservation) -> bool:
         return (worker.kv_usage or 0.0) > limits["kv_usage"] and (worker.preemptions or 0) > 0
@@ -79,12 +87,12 @@ def kv_exhaustion(series: Series) -> ModeFinding | None:
             ModeEvidence("running", mean(w.running for w in workers), "requests", None, name),
         ]  # fmt: skip
 
-    return _per_worker(series, 2, shows, evidence)
+    return _per_worker(series, mode, shows, evidence)
 
 
-def fragmentation(series: Series) -> ModeFinding | None:
+def fragmentation(series: Series, mode: FailureMode) -> ModeFinding | None:
     """Mode 3: unusable free space."""
-    limits = MODES[3].limits
+    limits = mode.limits
     need(
         (w.wasted_tokens if not w.allocation_failures else 0 for o in series for w in o.workers),
         "room in used blocks, failed allocations",
@@ -110,13 +118,13 @@ def fragmentation(series: Series) -> ModeFinding | None:
             ]
         return rows
 
-    return _per_worker(series, 3, shows, evidence)
+    return _per_worker(series, mode, shows, evidence)
 
 
-def tool_wait(series: Series) -> ModeFinding | None:
+def tool_wait(series: Series, mode: FailureMode) -> ModeFinding | None:
     """Mode 14: KV held by requests that compute nothing."""
     need((w.idle_tokens for o in series for w in o.workers), "KV held by idle requests")
-    limits = MODES[14].limits
+    limits = mode.limits
 
     def idle(worker: WorkerObservation) -> float:
         return (worker.idle_tokens or 0.0) / max(worker.kv_tokens, 1)
@@ -130,13 +138,13 @@ def tool_wait(series: Series) -> ModeFinding | None:
             ModeEvidence("KV usage", mean(w.kv_usage for w in workers), "", None, name),
         ]
 
-    return _per_worker(series, 14, lambda worker, _: idle(worker) > limits["idle"], evidence)
+    return _per_worker(series, mode, lambda worker, _: idle(worker) > limits["idle"], evidence)
 
 
-def adapter_pressure(series: Series) -> ModeFinding | None:
+def adapter_pressure(series: Series, mode: FailureMode) -> ModeFinding | None:
     """Mode 15: adapters evict each other."""
     need((w.adapter_loads for o in series for w in o.workers), "loads of adapters")
-    limits = MODES[15].limits
+    limits = mode.limits
 
     def shows(worker: WorkerObservation, window: FleetObservation) -> bool:
         loads = worker.adapter_loads or 0
@@ -150,13 +158,12 @@ def adapter_pressure(series: Series) -> ModeFinding | None:
         return [ModeEvidence("adapter loads", loads / seconds, "/s", limits["loads"], name),
                 ModeEvidence("time of a load", load_s, "s", None, name)]  # fmt: skip
 
-    return _per_worker(series, 15, shows, evidence)
+    return _per_worker(series, mode, shows, evidence)
 
 
-def offload_collapse(series: Series) -> ModeFinding | None:
+def offload_collapse(series: Series, mode: FailureMode) -> ModeFinding | None:
     """Mode 16: tier reads slower than recomputing."""
     need((w.slow_restores for o in series for w in o.workers), "times of reads from tiers")
-    mode = MODES[16]
     limits = mode.limits
 
     def shows(window: FleetObservation) -> bool:
@@ -176,13 +183,11 @@ def offload_collapse(series: Series) -> ModeFinding | None:
     ])  # fmt: skip
 
 
-def prefix_miss_storm(series: Series) -> ModeFinding | None:
+def prefix_miss_storm(series: Series, mode: FailureMode) -> ModeFinding | None:
     """Mode 4: the hit ratio falls at the same request rate."""
-    mode = MODES[4]
     limits = mode.limits
     if not any(window.total("queried_tokens") for window in series):
         need((None,), "hits of prefix caches")
-    best: ModeFinding | None = None
     for at in range(3, len(series)):
         recent = _next(series[at:], mode.lasts_s)
         if not recent:
@@ -198,14 +203,13 @@ def prefix_miss_storm(series: Series) -> ModeFinding | None:
             and known > limits["known"] and now < limits["drop"] * known
             and prefill > limits["prefill"] and requests < limits["requests"]
         ):  # fmt: skip
-            best = finding(mode, series[at:], [
+            return finding(mode, series[at:], [
                 ModeEvidence("hit ratio", now, "", limits["drop"] * known),
                 ModeEvidence("hit ratio before", known, ""),
                 ModeEvidence("prefill tokens", prefill, "times", limits["prefill"]),
                 ModeEvidence("requests a second", requests, "times", limits["requests"]),
             ])  # fmt: skip
-            break
-    return best
+    return None
 
 
 def _next(series: Series, seconds: float) -> Series:
@@ -227,11 +231,10 @@ def _rate(series: Series, name: str) -> float:
     return total / sum(window.seconds for window in series)
 
 
-def semantic_staleness(series: Series) -> ModeFinding | None:
+def semantic_staleness(series: Series, mode: FailureMode) -> ModeFinding | None:
     """Mode 5: cached answers older than their sources, or downvoted."""
     need((w.answer_hits if w.answer_hits is not None or not w.feedbacks else 0 for w in series),
          "hits of a semantic cache, users' feedback")  # fmt: skip
-    mode = MODES[5]
     limits = mode.limits
     hits, feedbacks = sum(w.answer_hits or 0 for w in series), sum(w.feedbacks for w in series)
     stale = sum(w.stale_answer_hits for w in series) / max(hits, 1)
@@ -247,35 +250,31 @@ def semantic_staleness(series: Series) -> ModeFinding | None:
     ])  # fmt: skip
 
 
-def noisy_neighbour(series: Series) -> ModeFinding | None:
+def noisy_neighbour(series: Series, mode: FailureMode) -> ModeFinding | None:
     """Mode 11: a tenant far above its share while others wait."""
-    mode = MODES[11]
     limits = mode.limits
     if not any(len(window.tenants) > 1 for window in series):
         need((None,), "tenants: there is one at most")
     names = dict.fromkeys(t.tenant for window in series for t in window.tenants)
-    best: ModeFinding | None = None
-    best_shown: Series = ()
-    for name in names:
-        shown = stretch(series, mode, partial(_is_noisy, name, limits))
-        if len(shown) <= len(best_shown):
-            continue
-        best_shown = shown
-        share = mean(_shares(w, name)[0] for w in shown)
-        fair = mean(_shares(w, name)[1] for w in shown)
-        others = mean(sum(t.waiting for t in w.tenants if t.tenant != name) for w in shown)
-        best = finding(mode, shown, [
-            ModeEvidence("share of KV or tokens", share, "", _limit(fair, limits["times"]), name),
-            ModeEvidence("its weight's share", fair, "", None, name),
-            ModeEvidence("requests of others that wait", others, "requests", limits["waiting"]),
-        ])  # fmt: skip
-    return best
 
+    def others(name: str, window: FleetObservation) -> float:
+        return sum(t.waiting for t in window.tenants if t.tenant != name)
 
-def _is_noisy(name: str, limits: dict[str, float], window: FleetObservation) -> bool:
-    share, fair = _shares(window, name)
-    others = sum(t.waiting for t in window.tenants if t.tenant != name)
-    return fair < 1.0 and share > _limit(fair, limits["times"]) and others > limits["waiting"]
+    def is_noisy(name: str, window: FleetObservation) -> bool:
+        share, fair = _shares(window, name)
+        is_above = fair < 1.0 and share > _limit(fair, limits["times"])
+        return is_above and others(name, window) > limits["waiting"]
+
+    name, shown = _longest(series, mode, names, is_noisy)
+    if not shown:
+        return None
+    share, fair = (mean(values) for values in zip(*(_shares(w, name) for w in shown), strict=True))
+    waiting = mean(others(name, w) for w in shown)
+    return finding(mode, shown, [
+        ModeEvidence("share of KV or tokens", share, "", _limit(fair, limits["times"]), name),
+        ModeEvidence("its weight's share", fair, "", None, name),
+        ModeEvidence("requests of others that wait", waiting, "requests", limits["waiting"]),
+    ])  # fmt: skip
 
 
 def _limit(fair: float, times: float) -> float:
@@ -295,10 +294,9 @@ def _shares(window: FleetObservation, name: str) -> tuple[float, float]:
     return used(own[0]) / total, own[0].weight / weights
 
 
-def retry_storm(series: Series) -> ModeFinding | None:
+def retry_storm(series: Series, mode: FailureMode) -> ModeFinding | None:
     """Mode 12: repeats that grow with the waits."""
     need((window.repeated for window in series), "requests that came again")
-    mode = MODES[12]
     limits = mode.limits
 
     def share(window: FleetObservation) -> float:
@@ -319,10 +317,9 @@ def retry_storm(series: Series) -> ModeFinding | None:
     ])  # fmt: skip
 
 
-def under_use(series: Series) -> ModeFinding | None:
+def under_use(series: Series, mode: FailureMode) -> ModeFinding | None:
     """Mode 17: low load for long."""
     need((w.busy for window in series for w in window.workers), "the time that workers compute")
-    mode = MODES[17]
     limits = mode.limits
 
     def busy(window: FleetObservation) -> float:
@@ -341,9 +338,8 @@ def under_use(series: Series) -> ModeFinding | None:
     ])  # fmt: skip
 
 
-def back_pressure_failure(series: Series) -> ModeFinding | None:
+def back_pressure_failure(series: Series, mode: FailureMode) -> ModeFinding | None:
     """Mode 19: failures while the queue grows and nothing is refused."""
-    mode = MODES[19]
     limits = mode.limits
     best = max(map(_growth, _unrefused(series)), key=len, default=())
     grows = best and best[-1].waiting > max(limits["waiting"], 2 * best[0].waiting)
@@ -371,9 +367,8 @@ def _growth(run: Series) -> Series:
     return run[: max(range(len(run)), key=lambda at: run[at].waiting) + 1]
 
 
-def queue_build_up(series: Series) -> ModeFinding | None:
+def queue_build_up(series: Series, mode: FailureMode) -> ModeFinding | None:
     """Mode 6: the queue grows, window after window."""
-    mode = MODES[6]
     limits = mode.limits
     best: list[FleetObservation] = []
     run = list(series[:1])
@@ -397,11 +392,10 @@ def queue_build_up(series: Series) -> ModeFinding | None:
     ])  # fmt: skip
 
 
-def prefill_spikes(series: Series) -> ModeFinding | None:
+def prefill_spikes(series: Series, mode: FailureMode) -> ModeFinding | None:
     """Mode 7: prefill steps stall the streams."""
     need((window.itl_p99_s for window in series), "times between tokens")
     need((w.prefill_s for window in series for w in window.decoders), "time of steps with prompts")
-    mode = MODES[7]
     limits = mode.limits
 
     def shows(window: FleetObservation) -> bool:
@@ -434,10 +428,9 @@ def _prefill_share(window: FleetObservation) -> float:
     return mean(worker.prefill_s for worker in window.decoders) / window.seconds
 
 
-def head_of_line(series: Series) -> ModeFinding | None:
+def head_of_line(series: Series, mode: FailureMode) -> ModeFinding | None:
     """Mode 8: short prompts wait behind a long one."""
     need((window.short_wait_p95_s for window in series), "waits by length of the prompt")
-    mode = MODES[8]
     limits = mode.limits
     known = [window for window in series if window.short_wait_p95_s is not None]
     wait_times = [window.short_wait_p95_s or 0.0 for window in known]
@@ -463,10 +456,9 @@ def head_of_line(series: Series) -> ModeFinding | None:
     ])  # fmt: skip
 
 
-def starvation(series: Series) -> ModeFinding | None:
+def starvation(series: Series, mode: FailureMode) -> ModeFinding | None:
     """Mode 9: long prompts wait far longer than others."""
     need((window.short_wait_p95_s for window in series), "waits by length of the prompt")
-    mode = MODES[9]
     limits = mode.limits
 
     def shows(window: FleetObservation) -> bool:
@@ -487,10 +479,9 @@ def starvation(series: Series) -> ModeFinding | None:
     ])  # fmt: skip
 
 
-def batch_inefficiency(series: Series) -> ModeFinding | None:
+def batch_inefficiency(series: Series, mode: FailureMode) -> ModeFinding | None:
     """Mode 10: a cap far below the knee while requests wait."""
     need((w.knee for window in series for w in window.decoders), "the batch at which ITL doubles")
-    mode = MODES[10]
     limits = mode.limits
     caps = {worker.worker: 0.0 for window in series for worker in window.workers}
     for window in series:
@@ -521,12 +512,11 @@ def batch_inefficiency(series: Series) -> ModeFinding | None:
     ])  # fmt: skip
 
 
-def stream_stall(series: Series) -> ModeFinding | None:
+def stream_stall(series: Series, mode: FailureMode) -> ModeFinding | None:
     """Mode 13: an engine without steps, or a client that does not read."""
     need((value for window in series
           for value in (window.client_stalls, *(w.decode_stall_s for w in window.decoders))),
          "the longest step, and clients that do not read")  # fmt: skip
-    mode = MODES[13]
     limits = mode.limits
     typical = median(window.itl_p50_s for window in series)
     bar = max(limits["stall_s"], limits["times"] * typical)
@@ -558,10 +548,9 @@ def _engine_gaps(window: FleetObservation, bar: float) -> bool:
     return window.engine_stalls > 0 and gap_s > max(bar, 2 * prefill_s)
 
 
-def saturation(series: Series) -> ModeFinding | None:
+def saturation(series: Series, mode: FailureMode) -> ModeFinding | None:
     """Mode 18: full batches, flat throughput, waiting requests."""
     need((w.knee for window in series for w in window.decoders), "the batch at which ITL doubles")
-    mode = MODES[18]
     limits = mode.limits
 
     def shows(window: FleetObservation) -> bool:
@@ -596,7 +585,7 @@ def saturation(series: Series) -> ModeFinding | None:
 
 
 #: Detector of each mode. Returns a finding or None, and raises `SignalMissing`.
-DETECTORS: Mapping[int, Callable[[Series], ModeFinding | None]] = {
+DETECTORS: Mapping[int, Callable[[Series, FailureMode], ModeFinding | None]] = {
     1: out_of_memory, 2: kv_exhaustion, 3: fragmentation, 4: prefix_miss_storm,
     5: semantic_staleness, 6: queue_build_up, 7: prefill_spikes, 8: head_of_line, 9: starvation,
     10: batch_inefficiency, 11: noisy_neighbour, 12: retry_storm, 13: stream_stall, 14: tool_wait,
@@ -611,7 +600,7 @@ def diagnose(series: Series) -> Diagnosis:
     not_judged: dict[str, str] = {}
     for number, detect in DETECTORS.items():
         try:
-            finding = detect(series)
+            finding = detect(series, MODES[number])
         except SignalMissing as missing:
             not_judged[MODES[number].name] = str(missing)
             continue

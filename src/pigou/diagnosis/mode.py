@@ -23,8 +23,7 @@ class FailureMode(msgspec.Struct, frozen=True, kw_only=True):
     symptom: str
     cause: str
     signal: str
-    limits: dict[str, float] = {}
-    lasts_s: float = 0.0  # seconds the signal must last; 0 if once is enough
+    limits: dict[str, float] = {}  # `seconds` is how long the signal must last
     smallest_fix: str
     remedy: str
     look: tuple[str, ...]  # playbook steps in order
@@ -32,6 +31,11 @@ class FailureMode(msgspec.Struct, frozen=True, kw_only=True):
     follows: tuple[int, ...] = ()
     alert: str = ""  # PromQL of its alert rule; "" if no metric shows the signal
     alert_for: str = "1m"  # duration for which that must hold
+
+    @property
+    def lasts_s(self) -> float:
+        """Seconds the signal must last; 0 if once is enough."""
+        return self.limits.get("seconds", 0.0)
 
     def text(self, template: str) -> str:
         """Return a text with the limits filled in."""

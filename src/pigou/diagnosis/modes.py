@@ -27,7 +27,6 @@ _MEMORY = (
         cause="More and longer sequences run than the block pool holds: they preempt each other.",
         signal="KV usage of a worker over {kv_usage:.0%} and preemptions, for {seconds:.0f} s.",
         limits={"kv_usage": 0.9, "seconds": 20},
-        lasts_s=20,
         smallest_fix="Lower the running cap (--max-seqs, --max-inflight-tokens) until preemptions "
         "stop.",
         remedy="Admission by projected KV; the price of memory in the toll; more KV memory.",
@@ -45,7 +44,6 @@ _MEMORY = (
         signal="Room in used blocks over {waste:.0%} of the pool for {seconds:.0f} s, or "
         "allocations that fail with over {free:.0%} free.",
         limits={"waste": 0.04, "free": 0.1, "seconds": 30},
-        lasts_s=30,
         smallest_fix="Restart the worker (contiguous allocators), or give it smaller blocks "
         "(--block-size 16).",
         remedy="Paged blocks of 16 tokens.",
@@ -59,7 +57,6 @@ _MEMORY = (
         signal="KV of requests that compute nothing for over 30 s fills over {idle:.0%} of a pool "
         "for {seconds:.0f} s.",
         limits={"idle": 0.2, "seconds": 30},
-        lasts_s=30,
         smallest_fix="Offload idle sessions (--tier host=SIZE); shorten the lease (--kv-lease).",
         remedy="Release on wait: end the request at the tool call, and let the prefix cache and "
         "its tiers bring it back.",
@@ -73,7 +70,6 @@ _MEMORY = (
         signal="Over {loads} adapter loads a second, each over {share:.0%} of the median TTFT, for "
         "{seconds:.0f} s.",
         limits={"loads": 0.1, "share": 0.1, "seconds": 30},
-        lasts_s=30,
         smallest_fix="Pin the adapters in use; send each to the same workers.",
         remedy="Placement of adapters on workers by use.",
         look=("`vllm:lora_requests_info`: adapters that run and wait.", "max_loras of the server."),
@@ -85,7 +81,6 @@ _MEMORY = (
         signal="Over {slow:.0%} of at least {reads:.0f} reads from tiers in {seconds:.0f} s slower "
         "than to recompute.",
         limits={"slow": 0.1, "reads": 10, "seconds": 30},
-        lasts_s=30,
         smallest_fix="Stop offloading: take the slowest tier out.",
         remedy="Restore only what is cheaper than to recompute (Pigou does, by measured costs: see "
         "what was measured); a faster link.",
@@ -107,7 +102,6 @@ _TRAFFIC = (
         "{count:.0f} requests at least.",
         limits={"drop": 0.5, "prefill": 1.5, "requests": 1.5, "known": 0.1, "count": 30,
                 "seconds": 30},
-        lasts_s=30,
         smallest_fix="Freeze the template; move what changes behind what does not.",
         remedy="`pigou diagnose --prefixes TRACE` names the block that diverges; ask for "
         "`x-pigou-prefix-advice`.",
@@ -141,7 +135,6 @@ _TRAFFIC = (
         signal="A tenant with over {times} times its weight's share of KV or tokens while others "
         "wait, for {seconds:.0f} s.",
         limits={"times": 2.0, "waiting": 0.5, "seconds": 30},
-        lasts_s=30,
         smallest_fix="Cap its requests at the workers (`sequences` of its key).",
         remedy="`--admission fair`, with weights; its `reserve` of each worker for the others.",
         look=("`pigou_generation_tokens_total` by tenant.", "`pigou_requests_queued`."),
@@ -159,7 +152,6 @@ _TRAFFIC = (
         signal="Over {share:.0%} of requests came again after an attempt that was not served, for "
         "{seconds:.0f} s, and more with longer waits.",
         limits={"share": 0.01, "flat": 0.1, "requests": 10, "seconds": 30},
-        lasts_s=30,
         smallest_fix="Refuse with 503 or 429 and Retry-After: a bounded queue (--max-queued).",
         remedy="A retry budget and jitter in clients.",
         look=("`pigou_requests_repeated_total`, `pigou_requests_cancelled_total`.",
@@ -176,7 +168,6 @@ _TRAFFIC = (
         cause="There are more replicas than traffic; batches are small.",
         signal="Workers busy under {busy:.0%} and nobody waits, for {seconds:.0f} s.",
         limits={"busy": 0.3, "waiting": 0.05, "seconds": 600},
-        lasts_s=600,
         smallest_fix="Run fewer replicas.",
         remedy="Pool traffic of tenants and models; the planner (`--planner`).",
         look=("`pigou_worker_running` over the day.", "GET /plan."),
@@ -191,7 +182,6 @@ _TRAFFIC = (
         cause="Nothing is refused when memory and queue are full.",
         signal="Requests fail while the queue grows, and none is refused, for {seconds:.0f} s.",
         limits={"failures": 3, "waiting": 10, "seconds": 30},
-        lasts_s=30,
         smallest_fix="Restart the workers, with a bound of the queue (--max-queued).",
         remedy="Admission by load and memory (--max-inflight, --max-inflight-tokens, "
         "--queue-timeout).",
@@ -225,7 +215,6 @@ _LATENCY = (
         signal="ITL P99 over {ratio} times P50, with steps of prompts over {step} times P50 on "
         "workers that decode, for {seconds:.0f} s.",
         limits={"ratio": 3.0, "step": 3.0, "share": 0.02, "seconds": 30},
-        lasts_s=30,
         smallest_fix="Smaller chunks (--max-batched-tokens).",
         remedy="Disaggregate prefill and decode.",
         look=("`pigou_inter_token_latency_seconds`: P50 and P99.",
@@ -257,7 +246,6 @@ _LATENCY = (
         signal="The longest wait of a long prompt over {times} times the median and twice the P95 "
         "of short ones, and over {wait_s:.0f} s, for {seconds:.0f} s.",
         limits={"times": 5.0, "wait_s": 10.0, "seconds": 30},
-        lasts_s=30,
         smallest_fix="Another order (--admission fcfs), or more ageing "
         "(--admission shortest,ageing=5000).",
         remedy="Weighted fair queueing (`--admission fair`); workers for long prompts alone.",
@@ -271,7 +259,6 @@ _LATENCY = (
         signal="Under {share:.0%} of the batch at which ITL doubles runs, at its cap, with KV free "
         "and requests waiting, for {seconds:.0f} s.",
         limits={"share": 0.25, "kv_usage": 0.8, "waiting": 1.0, "full": 0.8, "seconds": 30},
-        lasts_s=30,
         smallest_fix="Raise the caps (--max-seqs, --max-inflight).",
         remedy="Continuous batching, with caps that follow measured latency "
         "(concurrency limits of the gateway).",
@@ -303,7 +290,6 @@ _LATENCY = (
         signal="As many arrive as are served (over {rho:.0%}), decode batches at the knee, tokens "
         "a second flat within {flat:.0%}, requests waiting, for {seconds:.0f} s.",
         limits={"rho": 0.95, "flat": 0.15, "knee": 0.9, "waiting": 0.1, "seconds": 60},
-        lasts_s=60,
         smallest_fix="Send what is over to a fallback (`overflow`).",
         remedy="More replicas.",
         look=("`pigou_game_saturation_state` is 2.", "Tokens a second beside requests waiting."),
