@@ -23,6 +23,10 @@ class ConfigError(ValueError):
     """A configuration value that cannot be honoured; names the field, the value, the remedy."""
 
 
+class RunError(Exception):
+    """A command cannot do what it was asked; the message says what failed, and what to do."""
+
+
 def check_bounds(
     name: str, value: float, *, ge: float | None = None, gt: float | None = None,
     le: float | None = None, lt: float | None = None, unit: str = "",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any, TypeVar
 
 from pigou.config import ConfigError
 
+T = TypeVar("T")
 #: Pigou is on no package registry: an extra is installed from its source.
 _WHERE = "in a checkout of Pigou"
 #: Extra of the package -> modules that it brings.
@@ -35,11 +38,20 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def require(extra: str, what: str) -> None:
-    """Raise ConfigError, with the remedy, where `what` needs an extra that is not installed."""
+def run_async(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on uvloop, or on asyncio's own loop where the platform has no other."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    return uvloop.run(main)
+
+
+def require(extra: str, what: str, otherwise: str = "") -> None:
+    """Raise ConfigError, with the remedies, where `what` needs an extra that is not installed."""
     missing = [module for module in EXTRAS[extra] if not _is_there(module)]
     if missing:
-        raise ConfigError(f"{what} needs {', '.join(missing)}; {remedy(extra)}")
+        raise ConfigError(f"{what} needs {', '.join(missing)}; {remedy(extra)}{otherwise}")
 
 
 def extra_of(module: str) -> str | None:

@@ -75,7 +75,7 @@ def run(
 
     command.__annotations__ = {"config": kind, "return": None}
     app = typer.Typer()
-    app.command()(configured(config_command("sample")(command), "sample"))
+    app.command()(configured(config_command()(command), "sample"))
     done = CliRunner().invoke(app, arguments, env=environment)
     return done.exit_code, done.output, given
 

@@ -14,7 +14,7 @@ import pytest
 from typer.main import get_command
 
 from pigou import __version__
-from pigou.cli import COMMANDS, SUMMARIES, build, main
+from pigou.cli import COMMANDS, build, main
 from pigou.cli.config_options import COMMON
 from pigou.cli.progress import WorkProgress
 
@@ -148,7 +148,7 @@ def test_the_help_of_a_command_loads_nothing_heavy() -> None:
 def test_the_list_of_commands_says_of_each_what_its_own_help_says(command: str) -> None:
     parser = get_command(build([command]))
     own: Any = parser.commands[command]  # type: ignore[attr-defined]
-    assert own.help.splitlines()[0] == SUMMARIES[command]
+    assert own.help.splitlines()[0] == COMMANDS[command]
 
 
 def test_the_version_is_an_option_too(capsys: pytest.CaptureFixture[str]) -> None:

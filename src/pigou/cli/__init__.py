@@ -18,37 +18,12 @@ from pigou.config import ConfigError
 from pigou.imports import extra_of, remedy
 from pigou.registry import named
 
-#: Command -> `module:function`, in the order of the help; an application where it has commands.
-#: The entry point group `pigou.command` has those without one.
+#: Command -> the first line of its help, so that the list of all loads none.
 COMMANDS = {
-    "serve": "pigou.cli.serve:serve",
-    "worker": "pigou.cli.worker:worker",
-    "fleet": "pigou.cli.fleet:fleet",
-    "operator": "pigou.cli.fleet:operator",
-    "key": "pigou.cli.install:key",
-    "bench": "pigou.cli.measure:bench",
-    "simulate": "pigou.cli.simulate:simulate",
-    "sweep": "pigou.cli.measure:sweep",
-    "plan": "pigou.cli.plan:plan",
-    "vram": "pigou.cli.vram:vram",
-    "experiment": "",
-    "report": "pigou.cli.report:report",
-    "profile": "pigou.cli.measure:profile",
-    "replay": "pigou.cli.replay:replay",
-    "diagnose": "pigou.cli.diagnose:diagnose",
-    "trace": "pigou.cli.trace:trace",
-    "warm": "pigou.cli.install:warm",
-    "version": "pigou.cli.install:version",
-}
-
-#: Commands that hand options they do not know to another, which refuses what it does not know.
-PASSING = {"serve"}
-#: The first line of each command's help, so that the list of all loads none.
-SUMMARIES = {
     "serve": "Serve a model on a fleet: a gateway, and the workers behind it.",
     "worker": "Run one worker: an OpenAI-compatible server over one model.",
-    "operator": "Keep the fleets of a Kubernetes cluster as their `PigouFleet` objects specify.",
     "fleet": "List and change the workers of a running gateway.",
+    "operator": "Keep the fleets of a Kubernetes cluster as their `PigouFleet` objects specify.",
     "key": "Make an API key, and what `pigou serve --api-keys-file` needs of it: its hash.",
     "bench": "Load an OpenAI endpoint, and measure what comes back.",
     "simulate": "Simulate a fleet: the production scheduler, router and cache under a virtual clock.",  # noqa: E501
@@ -64,6 +39,14 @@ SUMMARIES = {
     "warm": "Compile the kernels now, so that the first start of a fleet loads them.",
     "version": "Print the versions of Pigou, torch and Python.",
 }
+#: File of a command that is not named after it; "" for an entry point of `pigou.command`.
+_FILES = {"operator": "fleet", "experiment": ""} | {
+    command: file
+    for file, commands in (("measure", "bench profile sweep"), ("install", "key warm version"))
+    for command in commands.split()
+}
+#: Commands that hand options they do not know to another, which refuses what it does not know.
+PASSING = {"serve"}
 
 
 def _show_version(requested: bool) -> None:
@@ -108,7 +91,7 @@ def _app(args: Sequence[str]) -> typer.Typer:
     if args and args[0] in COMMANDS:
         return build(args[:1])
     app = _application()
-    for name, summary in SUMMARIES.items():
+    for name, summary in COMMANDS.items():
         app.command(name, help=summary, short_help=summary)(_pigou)
     return app
 
@@ -166,7 +149,7 @@ def _pigou() -> None:
 
 
 def _load(name: str) -> Any:
-    if not COMMANDS[name]:
+    file = _FILES.get(name, name)
+    if not file:
         return named("pigou.command", name, "command")
-    module, function = COMMANDS[name].split(":")
-    return getattr(import_module(module), function)
+    return getattr(import_module(f"pigou.cli.{file}"), name)

@@ -15,6 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -31,7 +32,7 @@ from pigou.cli.option_values import (
     numbers,
     parse_size,
 )
-from pigou.config import ConfigError, check_all, wrong
+from pigou.config import ConfigError, RunError, check_all, wrong
 from pigou.config_option import OTHER_OPTIONS, Option, option_of
 from pigou.kv.tier_config import TierOption, split_tier
 from pigou.request import SECOND
@@ -73,7 +74,10 @@ _HEAD = re.compile(r"([\w.]+)(?=:? (?:is|of) | ')")
 
 
 def configured(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return the command with `--config`, and a variable of the environment for each option."""
+    """Return the command with `--config`, and a variable of the environment for each option.
+
+    A ConfigError ends it with status 2, a RunError with status 1.
+    """
     if hasattr(function, _MARK):
         return function
 
@@ -81,7 +85,12 @@ def configured(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     def command(**options: Any) -> Any:
         options.pop(_OPTION)
         options.pop(_HELP, None)
-        return function(**options)
+        try:
+            return function(**options)
+        except (ConfigError, RunError) as error:
+            for line in str(error).splitlines():
+                typer.echo(f"pigou {name}: {line}", err=True)
+            raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
 
     prefix = f"PIGOU_{name}_".upper().replace(" ", "_").replace("-", "_")
     signature = inspect.signature(function, eval_str=True)
@@ -382,13 +391,13 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
 
 
 def config_command(
-    name: str, **field_flags: str
+    **field_flags: str,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that makes the options of a command from its configuration classes.
 
     A parameter of the command that is annotated with a Struct class gets an object of it. With
     `Annotated[Class, Override(...)]` the command chooses among its options. Other parameters stay
-    as they are. A ConfigError of the command ends it with status 2, in the names of the options.
+    as they are. A ConfigError of the command is told in the names of the options.
     `read` of the command returns the objects of typed values, and runs nothing.
 
     Args:
@@ -417,23 +426,16 @@ def config_command(
             def build(key: str) -> None:
                 built[key] = _build(*configs[key], typed)
 
-            try:
+            with _in_flags(flags):
                 check_all(*(functools.partial(build, key) for key in configs))
-            except ConfigError as error:
-                lines = str(error).splitlines()
-                raise ConfigError("\n".join(in_flags(line, flags) for line in lines)) from None
             return built
 
         @functools.wraps(function)
         def command(**typed: Any) -> None:
-            try:
-                built = read(typed)
-                rest = {key: value for key, value in typed.items() if key in signature.parameters}
+            built = read(typed)
+            rest = {key: value for key, value in typed.items() if key in signature.parameters}
+            with _in_flags(flags):
                 function(**rest, **built)
-            except ConfigError as error:
-                for line in str(error).splitlines():
-                    typer.echo(f"pigou {name}: {in_flags(line, flags)}", err=True)
-                raise typer.Exit(2) from None
 
         command.read = read  # type: ignore[attr-defined]
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -454,6 +456,15 @@ def _build(
         return msgspec.convert(values, config)
     except msgspec.ValidationError as error:
         raise ConfigError(wrong(error, config, values)) from error
+
+
+@contextmanager
+def _in_flags(flags: Mapping[str, str]) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        lines = str(error).splitlines()
+        raise ConfigError("\n".join(in_flags(line, flags) for line in lines)) from None
 
 
 def in_flags(message: str, flags: Mapping[str, str]) -> str:

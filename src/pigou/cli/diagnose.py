@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import msgspec
 import typer
@@ -61,24 +61,15 @@ def diagnose(
 
     Ends with 0 where nothing is, with 1 where something is, with 2 where it cannot be told.
     """
-    try:
-        check_json(json)
-        if sum(map(bool, (target, journal, prefixes))) != 1:
-            raise ConfigError(
-                "diagnose: give one of a URL or a file, --journal FILE, and --prefixes FILE"
-            )
-        if (key or seconds is not None) and not _is_url(target):
-            raise ConfigError(
-                f"{'--api-key' if key else '--duration'} is for a URL, and a file is given; leave "
-                "it out"
-            )
-        if prefixes:
-            _lint(prefixes, json)
-            return
-        series = _windows(target, journal, 60.0 if seconds is None else seconds, key)
-    except (ConfigError, OSError) as error:
-        typer.echo(f"pigou {_named(str(error))}", err=True)
-        raise typer.Exit(2) from None
+    check_json(json)
+    if sum(map(bool, (target, journal, prefixes))) != 1:
+        raise ConfigError("give one of a URL or a file, --journal FILE, and --prefixes FILE")
+    if (key or seconds is not None) and not _is_url(target):
+        option = "--api-key" if key else "--duration"
+        raise ConfigError(f"{option} is for a URL, and a file is given; leave it out")
+    if prefixes:
+        _lint(prefixes, json)
+    series = _windows(target, journal, 60.0 if seconds is None else seconds, key)
     from pigou.diagnosis.diagnose import diagnose as diagnose_windows
     from pigou.windows.observations import written
 
@@ -88,10 +79,6 @@ def diagnose(
         write_json("diagnose", "--json", json, document)
     _show(diagnosis)
     raise typer.Exit(0 if diagnosis.healthy else 1)
-
-
-def _named(error: str) -> str:
-    return error if error.startswith("diagnose: ") else f"diagnose: {error}"
 
 
 def _is_url(target: str) -> bool:
@@ -165,7 +152,7 @@ def _figure(row: ModeEvidence) -> str:
     return f"{where}{row.name} {row.value:.4g} {row.unit}".rstrip() + limit
 
 
-def _lint(path: str, json: str) -> None:
+def _lint(path: str, json: str) -> NoReturn:
     """Compare the prompts of a trace or a journal; ends with 1 where something would be saved."""
     from pigou.workload.prompt_contents import lint_trace
 

@@ -202,7 +202,7 @@ def _usage(command: str, message: str) -> typer.Exit:
     return typer.Exit(2)
 
 
-@config_command("operator")
+@config_command()
 def operator(config: OperatorConfig) -> None:
     """Keep the fleets of a Kubernetes cluster as their `PigouFleet` objects specify."""
     if config.definitions:

@@ -12,7 +12,6 @@ import typer
 
 from pigou import __version__
 from pigou.cli.progress import StageProgress
-from pigou.config import ConfigError
 from pigou.imports import remedy
 
 
@@ -29,11 +28,7 @@ def key(
     """Make an API key, and what `pigou serve --api-keys-file` needs of it: its hash."""
     from pigou.gateway.auth.keys import make_key
 
-    try:
-        secret, line = make_key(tenant, admin=admin)
-    except ConfigError as error:
-        typer.echo(f"pigou key: {error}", err=True)
-        raise typer.Exit(2) from None
+    secret, line = make_key(tenant, admin=admin)
     typer.echo(f"key (shown once): {secret}", err=True)
     digest = line.split(":")[1]
     entry = f'  - tenant: {tenant}\n    sha256: "{digest}"' + "\n    admin: true" * admin
@@ -50,16 +45,11 @@ def warm(
     For images and installation scripts: a machine with another CPU compiles anew. A worker's need
     `pigou[worker]`.
     """
-    from pigou.config import ConfigError
     from pigou.imports import require
     from pigou.kernel_cache import on_compiling
 
-    try:
-        if what != "gateway":
-            require("worker", "--what worker")
-    except ConfigError as error:
-        typer.echo(f"pigou warm: {error}; or give --what gateway", err=True)
-        raise typer.Exit(2) from None
+    if what != "gateway":
+        require("worker", "--what worker", "; or give --what gateway")
     began, compiled = time.monotonic(), 0
     progress = StageProgress()
 

@@ -7,18 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pigou.cli.config_options import Override, config_command
-from pigou.cli.option_values import check_json, write_json
+from pigou.cli.option_values import check_json, json_file, write_json
 from pigou.cli.progress import WorkProgress, wide_console
 from pigou.config import ConfigError
+from pigou.imports import run_async
 from pigou.request import SECOND
 from pigou.sim.setup import Setup, SweepConfig
 from pigou.stop_signals import StopSignals
@@ -69,7 +68,7 @@ def stop_on_signals() -> Iterator[asyncio.Event]:
         yield stop
 
 
-@config_command("bench")
+@config_command()
 def bench(
     config: BenchConfig,
     json: Annotated[
@@ -78,16 +77,11 @@ def bench(
 ) -> None:
     """Load an OpenAI endpoint, and measure what comes back."""
     from pigou.workload.bench import document
-    from pigou.workload.endpoint import EndpointError
 
     check_json(json)
     if token := fleet_token(config.base):
         config = msgspec.structs.replace(config, api_key=token)
-    try:
-        result = _run_bench(config)
-    except EndpointError as error:
-        typer.echo(f"pigou bench: {error}", err=True)
-        raise typer.Exit(1) from None
+    result = _run_bench(config)
     if result is None:
         typer.echo("pigou bench: stopped before anything was measured", err=True)
         raise typer.Exit(_INTERRUPTED)
@@ -101,20 +95,10 @@ def _run_bench(config: BenchConfig) -> BenchResult | None:
     from pigou.workload.bench import bench as run_bench
 
     async def main() -> BenchResult | None:
-        columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with WorkProgress(*columns) as progress, stop_on_signals() as stop:
+        with WorkProgress() as progress, stop_on_signals() as stop:
             return await run_bench(config, stop, _watcher(config, progress))
 
-    with asyncio.Runner(loop_factory=_loop) as runner:
-        return runner.run(main())
-
-
-def _loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:  # not on every platform
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+    return run_async(main())
 
 
 def _watcher(config: BenchConfig, progress: WorkProgress) -> Callable[[LoadGenerator], None]:
@@ -149,7 +133,7 @@ def _show_bench(config: BenchConfig, result: BenchResult) -> None:
         console.print("Interrupted: these are the figures so far.")
 
 
-@config_command("profile")
+@config_command()
 def profile(
     config: ProfileConfig,
     out: Annotated[
@@ -157,18 +141,10 @@ def profile(
     ] = "timing.json",
 ) -> None:
     """Measure what the steps of a live, idle worker take, for simulations of it."""
-    from pigou.workload.endpoint import EndpointError
-
-    file = Path(out)
-    try:
-        if file.suffix != ".json" or not file.absolute().parent.is_dir():
-            raise ConfigError(f"--out is {str(file)!r}; name a .json file in a folder that exists")
-        if token := fleet_token(config.base):
-            config = msgspec.structs.replace(config, api_key=token)
-        report = _run_profile(config)
-    except (EndpointError, OSError) as error:
-        typer.echo(f"pigou profile: {error}", err=True)
-        raise typer.Exit(1) from None
+    file = json_file(out)
+    if token := fleet_token(config.base):
+        config = msgspec.structs.replace(config, api_key=token)
+    report = _run_profile(config)
     write_json("profile", "--out", out, report.measured)
     _show_profile(report)
     for note in report.notes:
@@ -179,9 +155,7 @@ def profile(
 def _run_profile(config: ProfileConfig) -> ProfileReport:
     from pigou.workload.profiling.profile import profile as run_profile
 
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
-               TimeElapsedColumn())  # fmt: skip
-    with WorkProgress(*columns) as progress:
+    with WorkProgress(counts=True) as progress:
         task = progress.add_task("getting ready", total=None)
 
         def watch(done: int, total: int, what: str, left_s: float | None) -> None:
@@ -245,7 +219,7 @@ def _decode(n: int) -> str:
     return f"{n} decode{'s' * (n > 1)}"
 
 
-@config_command("sweep")
+@config_command()
 def sweep(
     config: SweepConfig,
     setup: Annotated[Setup, _SETUP],
@@ -274,28 +248,16 @@ def sweep(
     ] = "",
 ) -> None:
     """Measure TTFT of prefill and ITL of decode pools, live or simulated, for planners."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-
-    from pigou.workload.endpoint import EndpointError
-
     if not url and decode_workers != 1:
         raise ConfigError(f"--decode-workers is {decode_workers}; it goes with --url, give that")
-    file = Path(out)
-    if file.suffix != ".json" or not file.absolute().parent.is_dir():
-        raise ConfigError(f"--out is {str(file)!r}; name a .json file in a folder that exists")
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
-               TimeElapsedColumn())  # fmt: skip
-    with WorkProgress(*columns) as progress:
+    file = json_file(out)
+    with WorkProgress(counts=True) as progress:
         task = progress.add_task("", total=None)
 
         def watch(done: int, total: int, what: str) -> None:
             progress.update(task, completed=done, total=total, description=what)
 
-        try:
-            tables = _measure(config, setup, watch, url, api_key, decode_workers)
-        except EndpointError as error:
-            typer.echo(f"pigou sweep: {error}", err=True)
-            raise typer.Exit(1) from None
+        tables = _measure(config, setup, watch, url, api_key, decode_workers)
     if tables is None:
         typer.echo("pigou sweep: stopped; nothing is written", err=True)
         raise typer.Exit(_INTERRUPTED)

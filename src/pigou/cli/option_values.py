@@ -111,6 +111,14 @@ def check_json(file: str) -> None:
         raise ConfigError(f"--json is {file!r}, a folder; name a file in it")
 
 
+def json_file(out: str) -> Path:
+    """Return the file of `--out`; refuses one that cannot be written, or is no .json."""
+    file = Path(out)
+    if file.suffix != ".json" or not file.absolute().parent.is_dir():
+        raise ConfigError(f"--out is {str(file)!r}; name a .json file in a folder that exists")
+    return file
+
+
 def write_json(command: str, option: str, file: str, document: object) -> None:
     """Write the figures of a command as indented JSON."""
     try:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pigou.cli.config_options import config_command
@@ -68,7 +67,7 @@ class TrialOptions(msgspec.Struct, frozen=True, kw_only=True):
             check_bounds(name, value, ge=lowest)
 
 
-@config_command("plan")
+@config_command()
 def plan(
     trials: TrialOptions,
     workload: Annotated[
@@ -112,31 +111,26 @@ def plan(
     from pigou.objectives import Slo
 
     check_json(json)
-    try:
-        counts = read_gpus(gpus)
-        request = PlanRequest(
-            model=model, gpus=counts, slo=Slo.parse(slo),
-            usd_per_hour=gpu_prices(prices, counts),
-            kv_dtypes=tuple(kv_dtype) if kv_dtype else ("", "fp8"), top=trials.top,
-            seed=trials.seed, tiers=trials.tiers,
-        )  # fmt: skip
-        shape = architecture(model)
-        for dtype in filter(None, request.kv_dtypes):
-            replace(shape, kv_dtype=dtype)  # refuses what is no number format
-        columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with _processes(trials.jobs) as pool, WorkProgress(*columns) as progress:
-            task = progress.add_task("reading the workload", total=None)
+    counts = read_gpus(gpus)
+    request = PlanRequest(
+        model=model, gpus=counts, slo=Slo.parse(slo),
+        usd_per_hour=gpu_prices(prices, counts),
+        kv_dtypes=tuple(kv_dtype) if kv_dtype else ("", "fp8"), top=trials.top,
+        seed=trials.seed, tiers=trials.tiers,
+    )  # fmt: skip
+    shape = architecture(model)
+    for dtype in filter(None, request.kv_dtypes):
+        replace(shape, kv_dtype=dtype)  # refuses what is no number format
+    with _processes(trials.jobs) as pool, WorkProgress() as progress:
+        task = progress.add_task("reading the workload", total=None)
 
-            def watch(stage: str, done: int, total: int) -> None:
-                progress.update(task, description=stage, completed=done, total=total or None)
+        def watch(stage: str, done: int, total: int) -> None:
+            progress.update(task, description=stage, completed=done, total=total or None)
 
-            demand = read_demand(workload, trials.seed)
-            made = make_plan(request, demand, shape, pool, watch)
-        tests = stress(made, request, shape) if check else []
-        files = write_files(made, request, Path(out)) if out else []
-    except ConfigError as error:
-        typer.echo(f"pigou plan: {error}", err=True)
-        raise typer.Exit(2) from None
+        demand = read_demand(workload, trials.seed)
+        made = make_plan(request, demand, shape, pool, watch)
+    tests = stress(made, request, shape) if check else []
+    files = write_files(made, request, Path(out)) if out else []
     document = plan_document(made, request)
     if check:
         document["check"] = [

@@ -10,7 +10,14 @@ from typing import Self
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress import Progress, ProgressColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.spinner import Spinner
 from rich.table import Table
 
@@ -35,8 +42,13 @@ class WorkProgress(Progress):
     It has few refreshes: they take time from what is measured.
     """
 
-    def __init__(self, *columns: ProgressColumn, line_every_s: float = _LINE_EVERY_S) -> None:
+    def __init__(self, *, counts: bool = False, line_every_s: float = _LINE_EVERY_S) -> None:
+        """With `counts`, a task shows how many of its parts are done."""
         console = Console(stderr=True)
+        text = TextColumn("{task.description}")
+        columns: list[ProgressColumn] = [BarColumn(), text, TimeElapsedColumn()]
+        if counts:
+            columns.insert(1, MofNCompleteColumn())
         super().__init__(
             *columns, console=console, disable=not console.is_terminal, transient=True,
             refresh_per_second=2,

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import msgspec
 import typer
-from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from pigou import __version__
 from pigou.cli.option_values import check_json, named
@@ -51,18 +50,17 @@ def replay(
 
     Ends with 0 when all are the same, with 1 at the first that is not.
     """
+    check_json(json)
+    other = _rival(policy, temperature, softmax, seed)
+    meters = _Meters(GatewayConfig(prices=prices, gpu=gpu, priced_model=priced_model))
+    result = _run(journal, other, meters)
     try:
-        check_json(json)
-        other = _rival(policy, temperature, softmax, seed)
-        meters = _Meters(GatewayConfig(prices=prices, gpu=gpu, priced_model=priced_model))
-        result = _run(journal, other, meters)
         if json:
             document = _document(result) | meters.document()
             text = msgspec.json.format(msgspec.json.encode(document))
             Path(json).write_bytes(text + b"\n")
-    except (ConfigError, OSError) as error:
-        typer.echo(f"pigou replay: {error}", err=True)
-        raise typer.Exit(2) from None
+    except OSError as error:
+        raise ConfigError(str(error)) from None
     _tell(journal, result, policy)
     meters.show()
     raise typer.Exit(1 if result.difference else 0)
@@ -134,8 +132,7 @@ def _run(journal: str, other: Rival | None, meters: _Meters) -> JournalReplay:
     from pigou.workload.journal_file import lines
     from pigou.workload.journal_replay import replay_journal
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with WorkProgress(*columns) as progress:
+    with WorkProgress() as progress:
         task = progress.add_task(journal)
         return replay_journal(
             lines(journal),

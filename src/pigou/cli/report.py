@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
 import typer
-from rich.progress import BarColumn, TextColumn
 
 from pigou.cli.progress import WorkProgress
-from pigou.config import ConfigError
+from pigou.config import RunError
 from pigou.imports import require
 from pigou.registry import named
 
@@ -36,19 +35,10 @@ def report(
 
     Ratios are to the first run. One run alone gets its own page again.
     """
-    try:
-        require("report", "a report")
-    except ConfigError as error:
-        typer.echo(f"pigou report: {error}", err=True)
-        raise typer.Exit(2) from None
-    from pigou.report.page import ReportError, prepare
+    require("report", "a report")
+    from pigou.report.page import prepare
 
-    try:
-        page = _page(paths)
-        publish(page, prepare(out, "--out"))
-    except (ReportError, ValueError) as error:
-        typer.echo(f"pigou report: {error}", err=True)
-        raise typer.Exit(2) from None
+    publish(_page(paths), prepare(out, "--out"))
 
 
 def publish(page: Page, folder: Path, data: Any = None) -> None:
@@ -59,7 +49,7 @@ def publish(page: Page, folder: Path, data: Any = None) -> None:
     """
     from pigou.report.page import write
 
-    with WorkProgress(BarColumn(), TextColumn("{task.description}")) as progress:
+    with WorkProgress() as progress:
         task = progress.add_task("", total=1 + sum(not figure.empty for figure in page.figures))
         written = write(
             page, folder, data, lambda name: progress.update(task, description=name, advance=1)
@@ -124,13 +114,10 @@ class Reporter:
     """Watches a simulation that has not run yet, and reports on it when it has."""
 
     def __init__(self, folder: str, simulation: Simulation) -> None:
-        from pigou.report.page import ReportError, prepare
+        from pigou.report.page import prepare
         from pigou.sim.timeline import Timeline
 
-        try:
-            self._folder: Path = prepare(folder)
-        except ReportError as error:
-            raise ConfigError(str(error)) from None
+        self._folder: Path = prepare(folder)
         self._timeline = Timeline(simulation)
 
     def write(
@@ -147,8 +134,7 @@ class Reporter:
         try:
             publish(page(run), self._folder, run)
         except ReportError as error:
-            typer.echo(f"pigou simulate: {error}", err=True)
-            raise typer.Exit(1) from None
+            raise RunError(str(error)) from None
 
 
 def _readable(value: Any) -> Any:

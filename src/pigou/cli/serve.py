@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +19,7 @@ from pigou.control.planner.config import PlannerConfig
 from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WatchConfig, WorkersConfig
 from pigou.fleet.peers.bus import PeersConfig
 from pigou.gateway.config import GatewayConfig
-from pigou.imports import uncollected
+from pigou.imports import run_async, uncollected
 from pigou.logs import LogConfig
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from pigou.wire.fleet_secret import FleetSecret
 
 
-@config_command("serve", detector="--detector")
+@config_command(detector="--detector")
 def serve(
     fleet: WorkersConfig,
     gateway: GatewayConfig,
@@ -166,8 +165,7 @@ def _run(
             await serving.run(ready)
         typer.echo("Stopped.")
 
-    with asyncio.Runner(loop_factory=_loop) as runner:
-        runner.run(main())
+    run_async(main())
 
 
 def _ready(banner: str) -> None:
@@ -176,14 +174,6 @@ def _ready(banner: str) -> None:
     gc.freeze()
     gc.set_threshold(10_000, 50, 50)
     typer.echo(banner)
-
-
-def _loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:  # not on every platform
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
 
 
 def _beginning(workers: Sequence[LocalWorker | AttachedWorker], registry: str) -> str:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pigou.cli.config_options import Override, config_command, read_struct
@@ -69,7 +68,7 @@ _CONTROL = Override(
 )  # fmt: skip
 
 
-@config_command("simulate", detector="--detector", fleet="--fleet")
+@config_command(detector="--detector", fleet="--fleet")
 def simulate(
     context: typer.Context,
     workload: Annotated[
@@ -179,8 +178,7 @@ def _check_link(fleet: FleetConfig, model: str) -> None:
 def _run(simulation: Simulation) -> SimulationResult:
     from pigou.sim.virtual_clock import EPOCH
 
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with WorkProgress(*columns) as progress:
+    with WorkProgress() as progress:
         total = simulation.client.expected
         task = progress.add_task("", total=total)
 

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from pigou.cli.config_options import in_flags
 from pigou.cli.progress import wide_console
 from pigou.config import ConfigError, check_bounds
 
@@ -42,7 +41,6 @@ Block = Annotated[
 Unit = Annotated[
     str, typer.Option(help="Unit of the times of Mooncake's format: s, ms, us or ns. (default: ms)")
 ]
-_OPTIONS = {"sessions": "--sessions"}
 
 
 @trace.command("list")
@@ -76,15 +74,14 @@ def fetch(
     """Download a public trace from its owner; what broke off is gone on with."""
     from pigou.workload.catalogue import download, listed
 
-    with _failing("download"):
-        entry = listed(name)
-        if not Path(out).is_dir():
-            raise ConfigError(f"--out is {out!r}, which is no folder; make it first")
-        typer.echo(f"{entry.name}: {entry.what}\nLicence: {entry.licence}. Owner: {entry.page}")
-        with _bar() as watch:
-            path = download(entry, Path(out), address, watch)
-        how = "its SHA-256 is right" if entry.verified else "unverified: no checksum is known"
-        typer.echo(f"{path} ({path.stat().st_size} bytes; {how})")
+    entry = listed(name)
+    if not Path(out).is_dir():
+        raise ConfigError(f"--out is {out!r}, which is no folder; make it first")
+    typer.echo(f"{entry.name}: {entry.what}\nLicence: {entry.licence}. Owner: {entry.page}")
+    with _bar() as watch:
+        path = download(entry, Path(out), address, watch)
+    how = "its SHA-256 is right" if entry.verified else "unverified: no checksum is known"
+    typer.echo(f"{path} ({path.stat().st_size} bytes; {how})")
 
 
 @trace.command("info")
@@ -103,10 +100,7 @@ def info(
     """Describe a trace: requests, lengths, rate, and what its prompts share."""
     from pigou.workload.trace_formats import read_trace
 
-    with _failing("info"):
-        description = _describe(
-            read_trace(file, block, unit), [_tokens(size) for size in cache or []]
-        )
+    description = _describe(read_trace(file, block, unit), [_tokens(size) for size in cache or []])
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(description)).decode())
         return
@@ -126,8 +120,7 @@ def convert(
     """Write any trace, or the workload of a journal, as Pigou's own JSON lines."""
     from pigou.workload.trace_formats import read_trace, to_rows
 
-    with _failing("convert"):
-        typer.echo(f"{_write(Path(out), to_rows(read_trace(file, block, unit)))} requests in {out}")
+    typer.echo(f"{_write(Path(out), to_rows(read_trace(file, block, unit)))} requests in {out}")
 
 
 @trace.command("sample")
@@ -151,30 +144,14 @@ def sample(
     from pigou.workload.trace import some, window
     from pigou.workload.trace_formats import read_trace, to_rows
 
-    with _failing("sample"):
-        for name, value in (("--scale", scale), ("--speed", speed)):
-            check_bounds(name, value, gt=0)
-        check_bounds("--seed", seed, ge=0)
-        recorded = window(read_trace(file, block, unit), begin, end)
-        if sessions is not None:
-            recorded = some(recorded, sessions, np.random.default_rng(seed))
-        count = _write(Path(out), to_rows(recorded.scaled(scale, speed)))
-        typer.echo(f"{count} requests in {out}")
-
-
-@contextmanager
-def _failing(command: str) -> Iterator[None]:
-    from pigou.workload.catalogue import DownloadError
-
-    try:
-        yield
-    except (ConfigError, OSError) as error:
-        message = in_flags(str(error), _OPTIONS)
-        typer.echo(f"pigou trace {command}: {message}", err=True)
-        raise typer.Exit(2) from None
-    except DownloadError as error:
-        typer.echo(f"pigou trace {command}: {error}", err=True)
-        raise typer.Exit(1) from None
+    for name, value in (("--scale", scale), ("--speed", speed)):
+        check_bounds(name, value, gt=0)
+    check_bounds("--seed", seed, ge=0)
+    recorded = window(read_trace(file, block, unit), begin, end)
+    if sessions is not None:
+        recorded = some(recorded, sessions, np.random.default_rng(seed))
+    count = _write(Path(out), to_rows(recorded.scaled(scale, speed)))
+    typer.echo(f"{count} requests in {out}")
 
 
 @contextmanager
@@ -195,10 +172,13 @@ def _write(path: Path, rows: Iterable[TraceRow]) -> int:
         raise ConfigError(f"the folder of {str(path)!r} does not exist; make it first")
     encode: Callable[[TraceRow], bytes] = msgspec.json.Encoder().encode
     count = 0
-    with packing(path) as file:
-        for row in rows:
-            file.write(encode(row) + b"\n")
-            count += 1
+    try:
+        with packing(path) as file:
+            for row in rows:
+                file.write(encode(row) + b"\n")
+                count += 1
+    except OSError as error:
+        raise ConfigError(str(error)) from None
     return count
 
 

@@ -38,7 +38,7 @@ _MAX_GIB = 2**20
 _SEQUENCES = re.compile(r"(\d+)x(\d+)")
 
 
-@config_command("vram")
+@config_command()
 def vram(
     config: VramConfig,
     model: Annotated[

@@ -116,7 +116,7 @@ def _unknown(name: str) -> str:
     return f"{name} is no option; {hint}"
 
 
-@config_command("worker")
+@config_command()
 def worker(config: WorkerConfig, registration: RegistrationConfig, pulling: PullingConfig) -> None:
     """Run one worker: an OpenAI-compatible server over one model."""
     check_port(config.host, config.port)

@@ -18,6 +18,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from pigou import __version__
+from pigou.config import ConfigError
 from pigou.report.figure import COLOURS, Axis, Bars, Chart, Figure, Heat, duration, significant
 from pigou.report.figure_plotly import drawing
 from pigou.report.run_record import RunRecord, Samples
@@ -432,7 +433,7 @@ def _text(name: str) -> str:
     return files("pigou.report").joinpath(name).read_text(encoding="utf-8")
 
 
-class ReportError(Exception):
+class ReportError(ConfigError):
     """A report cannot be made, or read; the message says why, and what to do."""
 
 

@@ -137,7 +137,7 @@ class _JournalWindows:
 
     def _end_window(self, until: int) -> None:
         if len(self.windows) >= _MAX_WINDOWS:
-            raise ConfigError(f"diagnose: the journal spans over {_MAX_WINDOWS} windows; cut it")
+            raise ConfigError(f"the journal spans over {_MAX_WINDOWS} windows; cut it")
         late = [opened for opened in self._open.values() if not opened.routed]
         self.windows.append(self._made.window(
             (self._begin - self._zero) / SECOND, (until - self._begin) / SECOND,
@@ -182,8 +182,7 @@ def journal_windows(
     made.close()
     if not made.windows:
         raise ConfigError(
-            f"diagnose: the journal {journal} spans less than {_WINDOW_S // 2} s; "
-            "nothing can be told"
+            f"the journal {journal} spans less than {_WINDOW_S // 2} s; nothing can be told"
         )
     return tuple(made.windows)
 

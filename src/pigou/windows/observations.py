@@ -112,26 +112,26 @@ def read_observations(windows: object, source: str) -> tuple[FleetObservation, .
     try:
         series = msgspec.convert(windows, tuple[FleetObservation, ...])
     except msgspec.ValidationError as error:
-        raise ConfigError(f"diagnose: windows of {source}: {error}") from None
+        raise ConfigError(f"windows of {source}: {error}") from None
     if not series:
-        raise ConfigError(f"diagnose: {source} has no windows; the run was too short for one")
+        raise ConfigError(f"{source} has no windows; the run was too short for one")
     for window in series:
         for part in (window, *window.workers, *window.tenants):
             for name in part.__struct_fields__:
                 value = getattr(part, name)
                 if name != "start_s" and isinstance(value, int | float) and value < 0:
                     raise ConfigError(
-                        f"diagnose: windows of {source}: {name} is {value} at {window.start_s:g} s;"
+                        f"windows of {source}: {name} is {value} at {window.start_s:g} s;"
                         " it must be at least 0"
                     )
     for before, window in zip((None, *series), series, strict=False):
         if not window.seconds > 0:
             raise ConfigError(
-                f"diagnose: windows of {source}: seconds is {window.seconds}; it must be above 0"
+                f"windows of {source}: seconds is {window.seconds}; it must be above 0"
             )
         if before is not None and window.start_s < before.start_s:
             raise ConfigError(
-                f"diagnose: windows of {source}: start_s is {window.start_s} after "
+                f"windows of {source}: start_s is {window.start_s} after "
                 f"{before.start_s}; write them in the order of time"
             )
     return series

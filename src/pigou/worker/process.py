@@ -18,7 +18,7 @@ from aiohttp import web
 
 from pigou import logs
 from pigou.background import Background
-from pigou.imports import uncollected
+from pigou.imports import run_async, uncollected
 from pigou.placement.topology import read_location
 from pigou.stop_signals import END_S, StopSignals
 from pigou.tracing.exporter import exporter_families
@@ -318,16 +318,7 @@ def run(
         registrar = None if make_registrar is None else make_registrar(secret)
         return await WorkerServer(config, parts, secret, registrar, advertise).serve()
 
-    status: int = _runner()(main())
-    return status
-
-
-def _runner() -> Any:
-    try:
-        import uvloop
-    except ImportError:  # not on every platform
-        return asyncio.run
-    return uvloop.run
+    return run_async(main())
 
 
 def _discard(_: list[dict[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from typing import cast
 import msgspec
 
 from pigou import __version__
-from pigou.config import ConfigError
+from pigou.config import ConfigError, RunError
 from pigou.small_file import read_text
 from pigou.yaml_file import load_yaml
 
@@ -67,7 +67,7 @@ def listed(name: str) -> Listed:
     raise ConfigError(f"trace is {name!r}; it must be one of: {names}")
 
 
-class DownloadError(Exception):
+class DownloadError(RunError):
     """A failed download, and the remedy."""
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from pigou.config import RunError
 from pigou.wire.sse import EventTooLong, Reader
 from pigou.workload.prompts import PromptJob
 from pigou.workload.token_counter import BrokenStream, Failure, SentRequest, Stream, TokenCounter
@@ -178,7 +179,7 @@ def stream_bound(output: int) -> int:
     return _STREAM_BYTES + _TOKEN_BYTES * max(1, output)
 
 
-class EndpointError(Exception):
+class EndpointError(RunError):
     """The endpoint cannot be loaded as asked; says what it answered."""
 
 

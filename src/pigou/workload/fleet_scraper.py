@@ -48,24 +48,21 @@ class FleetScraper:
         try:
             self._name = urlsplit(url).netloc
         except ValueError as error:
-            raise ConfigError(
-                f"diagnose: {url!r} is no URL ({error}); write http://HOST:8000"
-            ) from None
+            raise ConfigError(f"{url!r} is no URL ({error}); write http://HOST:8000") from None
 
     async def scrape(self) -> FleetScrape:
         """Return the fleet's present figures."""
         status, text = await self._get("/metrics")
         if status in (401, 403):
             raise ConfigError(
-                f"diagnose: {self._url}/metrics answered {status}; give an "
-                "administrator's --api-key"
+                f"{self._url}/metrics answered {status}; give an administrator's --api-key"
             )
         page = MetricPage.read(text)
         if status != 200 or not (
             "pigou_requests_inflight" in page or "vllm:num_requests_running" in page
         ):
             raise ConfigError(
-                f"diagnose: {self._url}/metrics answered {status}, and has neither Pigou's nor "
+                f"{self._url}/metrics answered {status}, and has neither Pigou's nor "
                 "vLLM's metrics of all requests; give the URL of a gateway or a worker, without a "
                 "path, and an administrator's --api-key where the gateway has keys"
             )
@@ -82,14 +79,14 @@ class FleetScraper:
         status, text = await self._get(path)
         if status in (401, 403):
             raise ConfigError(
-                f"diagnose: {self._url}{path} answered {status}; give an administrator's --api-key"
+                f"{self._url}{path} answered {status}; give an administrator's --api-key"
             )
         try:
             table = msgspec.json.decode(text, type=dict[str, Any]) if status == 200 else {}
             msgspec.convert(table, _WorkersTable)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise ConfigError(
-                f"diagnose: {self._url}{path} has no table of workers ({error}); give the URL of "
+                f"{self._url}{path} has no table of workers ({error}); give the URL of "
                 "a gateway or a worker of Pigou, or of a vLLM server"
             ) from None
         return table
@@ -101,7 +98,7 @@ class FleetScraper:
                 return response.status, await response.text(errors="replace")
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise ConfigError(
-                f"diagnose: {self._url}{path} did not answer ({error or type(error).__name__}); is "
+                f"{self._url}{path} did not answer ({error or type(error).__name__}); is "
                 "it up, and the address right?"
             ) from None
 

@@ -28,7 +28,7 @@ def lint_trace(path: str | Path) -> PrefixReport:
     prompts = [turn.blocks for session in trace.sessions for turn in session.turns if turn.blocks]
     if not prompts:
         raise ConfigError(
-            f"diagnose: {path} has neither texts nor blocks of prompts; nothing can be compared"
+            f"{path} has neither texts nor blocks of prompts; nothing can be compared"
         )
     return lint_blocks(prompts[:_MAX_PROMPTS], round(trace.block))
 
@@ -38,7 +38,7 @@ def _trace(path: str | Path) -> Trace:
         with _open(Path(path)) as file:
             first = file.readline(_MAX_LINE)
     except OSError as error:
-        raise ConfigError(f"diagnose: {path} cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     return read_workload(path) if b'"k":"journal"' in first else read_trace(path)
 
 
@@ -59,10 +59,10 @@ def _contents(path: Path) -> list[Sequence[Hashable]] | None:
                 if prompt is None:
                     if not prompts:
                         return None
-                    raise ConfigError(f"diagnose: line {number} of {path} has no prompt")
+                    raise ConfigError(f"line {number} of {path} has no prompt")
                 prompts.append(prompt)
     except (OSError, EOFError) as error:
-        raise ConfigError(f"diagnose: {path} cannot be read: {error}") from None
+        raise ConfigError(f"{path} cannot be read: {error}") from None
     return prompts or None
 
 

@@ -169,7 +169,7 @@ def window(trace: Trace, begin: float, end: float) -> Trace:
 def some(trace: Trace, sessions: int, rng: np.random.Generator) -> Trace:
     """Return a random sample of sessions, at their own times."""
     if not 1 <= sessions <= len(trace.sessions):
-        raise ConfigError(f"sessions is {sessions}; it must be in [1, {len(trace.sessions)}]")
+        raise ConfigError(f"--sessions is {sessions}; it must be in [1, {len(trace.sessions)}]")
     chosen = np.sort(rng.choice(len(trace.sessions), sessions, replace=False))
     return replace(trace, sessions=tuple(trace.sessions[i] for i in chosen.tolist()))
 

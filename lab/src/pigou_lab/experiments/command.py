@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pigou.cli.config_options import in_flags
@@ -133,9 +132,8 @@ def _run(
 ) -> dict[str, Any]:  # fmt: skip
     from pigou_lab.experiments.results import document
 
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     rows: list[Row] = []
-    with WorkProgress(*columns) as progress:
+    with WorkProgress() as progress:
         task = progress.add_task(name, total=None)
         for row in one.rows(paper_fleet, reading, seeds, users):
             rows.append(row)
@@ -193,12 +191,11 @@ def _show(one: Experiment, document: Mapping[str, Any]) -> None:
 def _draw(folder: Path, document: Mapping[str, Any]) -> None:
     """Write the page of results beside them; log what cannot be drawn."""
     from pigou.cli.report import publish
-    from pigou.report.page import ReportError
     from pigou_lab.experiments.page import experiment_page
 
     try:
         publish(experiment_page(folder.name, document), folder)
-    except (ReportError, ValueError) as error:
+    except ValueError as error:
         typer.echo(f"pigou experiment: no page was drawn: {error}", err=True)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from pigou.config import ConfigError
 from pigou.report.figure import LINES, STROKES, Axis, Chart, ChartLine, Figure
 from pigou.report.page import Cell, Form, Page, PageVerdict, ReportTable, Section
 
@@ -36,7 +37,7 @@ _WIDE = 20.0
 
 
 def experiment_page(name: str, document: Mapping[str, Any]) -> Page:
-    """Return the page of an experiment; raises ValueError if there is nothing to draw."""
+    """Return the page of an experiment; raises ConfigError if there is nothing to draw."""
     title = str(document.get("experiment") or Path(name).stem)
     about = [f"{key} {document[key]}" for key in ("fleet", "reading") if document.get(key)]
     return page(document["rows"], title=title, subtitle=", ".join(about))
@@ -46,7 +47,7 @@ def page(
     rows: Sequence[Row], *, title: str, subtitle: str = "", against: str = "",
     paper: Sequence[Row] = (), figures: Sequence[str] = (),
 ) -> Page:  # fmt: skip
-    """Return the page of rows of figures; raises ValueError if there is nothing to draw.
+    """Return the page of rows of figures; raises ConfigError if there is nothing to draw.
 
     Args:
         rows: a level, numbers, and texts that tell kinds of rows apart; each kind is one line.
@@ -56,7 +57,7 @@ def page(
         figures: columns to draw; by default the known ones.
     """
     if not rows:
-        raise ValueError("rows are empty: the experiment has no results; run it again")
+        raise ConfigError("rows are empty: the experiment has no results; run it again")
     names = dict.fromkeys(str(row.get("experiment", "")) for row in rows)
     sections = []
     for name in names:
@@ -74,14 +75,14 @@ def _sections(
 ) -> list[Section]:  # fmt: skip
     for row in rows:
         if not _number(row.get(against)):
-            raise ValueError(f"a row has no number {against!r}: {dict(row)}")
+            raise ConfigError(f"a row has no number {against!r}: {dict(row)}")
     kinds = _kinds(_with_paper(rows, paper, against), against)
     names = tuple(figures) or _columns(rows, against)
     if not names:
-        raise ValueError(f"rows have no numbers but {against!r}: there is nothing to draw")
+        raise ConfigError(f"rows have no numbers but {against!r}: there is nothing to draw")
     missing = [figure for figure in names if not any(_number(row.get(figure)) for row in rows)]
     if missing:
-        raise ValueError(f"figures are {list(names)}, but no row has {', '.join(missing)}")
+        raise ConfigError(f"figures are {list(names)}, but no row has {', '.join(missing)}")
     charts: tuple[Figure, ...] = tuple(_chart(figure, kinds, against, front) for figure in names)
     tables = tuple(
         _table(f"{front}rows-{index}", kind, rows_of_kind, names, against)
