@@ -39,14 +39,14 @@ def _per_worker(
         return any(w.worker == name and shows(w, window) for w in window.workers)
 
     names = dict.fromkeys(w.worker for window in series for w in window.workers)
-    name, shown = _longest(series, mode, names, shown_by)
+    name, shown = _longest_stretch(series, mode, names, shown_by)
     if not shown:
         return None
     workers = [w for window in shown for w in window.workers if w.worker == name]
     return finding(mode, shown, evidence(workers, sum(window.seconds for window in shown)))
 
 
-def _longest(
+def _longest_stretch(
     series: Series, mode: FailureMode, names: Iterable[str],
     shows: Callable[[str, FleetObservation], bool],
 ) -> tuple[str, Series]:  # fmt: skip
@@ -265,7 +265,7 @@ def noisy_neighbour(series: Series, mode: FailureMode) -> ModeFinding | None:
         is_above = fair < 1.0 and share > _limit(fair, limits["times"])
         return is_above and others(name, window) > limits["waiting"]
 
-    name, shown = _longest(series, mode, names, is_noisy)
+    name, shown = _longest_stretch(series, mode, names, is_noisy)
     if not shown:
         return None
     share, fair = (mean(values) for values in zip(*(_shares(w, name) for w in shown), strict=True))
