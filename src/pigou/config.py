@@ -104,8 +104,8 @@ class EvictionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     policy: Annotated[
         str,
         option(
-            "Policy by which running requests give up cache entries when blocks run short: pigou, "
-            "h2o, snapkv, ...; by default none does, and requests are preempted.",
+            "Token eviction policy of running requests when blocks run short: pigou, h2o, snapkv, "
+            "...; by default requests are preempted instead.",
             _EVICTION,
             name="eviction",
             default="",
@@ -114,40 +114,40 @@ class EvictionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     params: Annotated[
         dict[str, float],
         option(
-            "Parameter of that policy, as NAME=VALUE; repeatable.",
+            "Parameter of the eviction policy: NAME=VALUE. Repeatable.",
             _EVICTION,
             name="eviction_param",
             form="numbers",
         ),
     ] = {}
     sinks: Annotated[
-        int, option("First tokens of a request that are never given up.", _EVICTION)
+        int, option("First tokens of a request that are never evicted.", _EVICTION)
     ] = 4
     recent: Annotated[
-        int, option("Last tokens of a request that are never given up.", _EVICTION)
+        int, option("Last tokens of a request that are never evicted.", _EVICTION)
     ] = 32
-    least: Annotated[int, option("Fewest cache entries that a request keeps.", _EVICTION)] = 64
+    least: Annotated[int, option("Minimum of cache entries that a request keeps.", _EVICTION)] = 64
     interval: Annotated[
-        int, option("Tokens after which a request's entries are appraised again.", _EVICTION)
+        int, option("Tokens after which a request's entries are scored again.", _EVICTION)
     ] = 64
     ceiling: Annotated[
         float,
         option(
-            "Highest loss of return per block, in the policy's unit; beyond it requests wait or "
-            "are preempted.",
+            "Maximum loss of return per evicted block, in the policy's unit; beyond it requests "
+            "wait or are preempted.",
             _EVICTION,
         ),
     ] = float("inf")
     slack: Annotated[
         float,
-        option("Blocks given up beyond what is needed, for each running request.", _EVICTION),
+        option("Blocks evicted beyond the need, per running request.", _EVICTION),
     ] = 0.25
     # (Token-PD, Eq. 5)
     rate: Annotated[float, option("Learning rate of the price of a block.", _EVICTION)] = 0.1
     floors: Annotated[
         dict[str, int],
         option(
-            "Blocks a tenant's requests keep, as TENANT=BLOCKS; repeatable.",
+            "Minimum of blocks that a tenant's requests keep: TENANT=BLOCKS. Repeatable.",
             _EVICTION,
             name="eviction_floor",
             form="numbers",
@@ -225,15 +225,15 @@ class IndexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Limits of the prefix index (`pigou.control.prefix_index`)."""
 
     max_blocks: Annotated[
-        int, option("Blocks of one worker that the prefix index keeps.", "Routing")
+        int, option("Maximum of blocks per worker in the prefix index.", "Routing")
     ] = 2**20
     max_total: Annotated[
-        int, option("Blocks of all workers together that it keeps.", "Routing")
+        int, option("Maximum of blocks over all workers in the prefix index.", "Routing")
     ] = 2**22
     ttl: Annotated[
         int,
         option(
-            "Seconds that it expects a worker without KV events to keep a prompt.",
+            "Seconds that a worker without KV events is assumed to keep a prompt.",
             "Routing",
             form="seconds",
         ),
@@ -259,16 +259,20 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # parameters of the policy, by name; those left out keep their defaults.
     params: dict[str, Any] = {}
     temperature: Annotated[
-        float, option("Of the choice among candidates; 0 takes the cheapest.", "Routing")
+        float,
+        option("Softmax temperature over candidates' costs; 0 takes the cheapest.", "Routing"),
     ] = 0.0
     softmax: Annotated[
         Literal["raw", "min-max"],
-        option("raw costs, or min-max: divided by their range, as Dynamo does.", "Routing"),
+        option(
+            "Costs in the softmax: raw, or min-max (divided by their range, as in Dynamo).",
+            "Routing",
+        ),
     ] = "min-max"
     saturation: Annotated[
         dict[str, Any],
         option(
-            "What tells saturation: cusum, paper, second-difference or config-variance, "
+            "Saturation detector: cusum, paper, second-difference or config-variance, "
             "[,parameter=value]...",
             "Routing",
             name="detector",
@@ -279,8 +283,8 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     controller: Annotated[
         dict[str, Any],
         option(
-            "What sets temperature and overlap weight: static, regime, interpolated or bandit, "
-            "[,parameter=value]...",
+            "Controller of temperature and overlap weight: static, regime, interpolated or "
+            "bandit, [,parameter=value]...",
             "Routing",
             form="named",
             key="controller",
@@ -291,15 +295,15 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     peer_reads: Annotated[
         bool,
         option(
-            "Let workers read a prompt's beginning from another one's cache, where both can and "
-            "it is cheaper than computing it or a lower tier.",
+            "Let workers read prompt prefixes from other workers' caches where that is cheaper "
+            "than prefill or a lower tier.",
             "Routing",
         ),
     ] = True
     admission: Annotated[
         dict[str, Any],
         option(
-            "Who of the waiting goes next: fcfs, priority, edf, shortest, fair or priority-fair, "
+            "Order of waiting requests: fcfs, priority, edf, shortest, fair or priority-fair, "
             "[,parameter=value]... (entry points `pigou.admission`).",
             "Admission",
             form="named",
@@ -309,45 +313,45 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     tenant_weights: Annotated[
         dict[str, float],
         option(
-            "Shares of tenants: TENANT=weight[,TENANT=weight]...; else 1.",
+            "Fair shares by tenant: TENANT=weight[,TENANT=weight]...; 1 for the others.",
             "Admission",
             form="weights",
         ),
     ] = {}
     max_queued: Annotated[
-        int, option("Requests that may wait for a worker; more are answered 503.", "Admission")
+        int,
+        option("Maximum of requests that wait for a worker; further ones get 503.", "Admission"),
     ] = 1024
     max_queued_tokens: Annotated[
-        int, option("The same for the tokens that they ask for; 0 for no limit.", "Admission")
+        int, option("Maximum of tokens that waiting requests ask for; 0 for no limit.", "Admission")
     ] = 0
     max_inflight: Annotated[
-        int, option("Streams of one decode worker; 0 asks the worker.", "Admission")
+        int, option("Maximum of streams per decode worker; 0 asks the worker.", "Admission")
     ] = 0
     max_request_inflight: Annotated[
         int,
         option(
-            "Sequences of one request (n, prompts) that run at once; 0 takes as many as at most "
-            "double a worker's step.",
+            "Maximum of concurrent sequences of one request (n, prompts); 0 takes as many as at "
+            "most double a worker's step.",
             "Admission",
         ),
     ] = 0
     max_inflight_tokens: Annotated[
-        int, option("Tokens that it is given to hold; 0 takes its KV capacity.", "Admission")
+        int,
+        option("Maximum of tokens held per decode worker; 0 uses its KV capacity.", "Admission"),
     ] = 0
     prefill_ahead_ms: Annotated[
         int,
         option(
-            "Milliseconds of prompts that a worker is sent ahead; 0: 50 where the order holds "
-            "requests back, else no limit.",
+            "Milliseconds of prompts sent ahead to a worker; 0 means 50 if the admission order "
+            "holds requests back, else no limit.",
             "Admission",
             name="prefill_ahead",
         ),
     ] = 0
     queue_timeout: Annotated[
         int,
-        option(
-            "Seconds that a request waits before it is answered 503.", "Admission", form="seconds"
-        ),
+        option("Seconds that a request may wait before it gets 503.", "Admission", form="seconds"),
     ] = 60_000_000_000
     seed: int = 0
 

@@ -47,7 +47,7 @@ def option(help: str, group: str = OTHER_OPTIONS, **rest: Any) -> msgspec.Meta:
         rest: further attributes of `Option`.
 
     For example:
-        port: Annotated[int, option("Its port; 0 takes a free one.", "Server")] = 8100
+        port: Annotated[int, option("Port to listen on; 0 picks a free one.", "Server")] = 8100
     """
     return msgspec.Meta(description=help, extra={_EXTRA: Option(help=help, group=group, **rest)})
 

@@ -17,13 +17,12 @@ from pigou.config_option import option
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 #: Options of a process that writes logs.
-LogFormatOption = Annotated[LogFormat, option("Of the lines on stderr.", "Logs", choices=True)]
-LogLevelOption = Annotated[LogLevel, option("Least level of them.", "Logs", choices=True)]
+LogFormatOption = Annotated[LogFormat, option("Log format on stderr.", "Logs", choices=True)]
+LogLevelOption = Annotated[LogLevel, option("Minimum log level.", "Logs", choices=True)]
 AccessLogOption = Annotated[
     bool,
     option(
-        "Log each request once it is answered: status, tenant, tokens, times; never prompts or "
-        "keys.",
+        "Log each answered request: status, tenant, tokens, times; never prompts or keys.",
         "Logs",
     ),
 ]
@@ -49,7 +48,7 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     verbose: Annotated[
         bool,
         option(
-            "As --log-level info, which shows the workers' logs, too.",
+            "Same as --log-level info; shows the workers' logs, too.",
             "Logs",
             flags=("--verbose", "-v"),
         ),

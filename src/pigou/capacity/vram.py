@@ -27,11 +27,11 @@ ADAPTER_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 class VramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a GPU's memory is shared out."""
 
-    tp: Annotated[int, option("GPUs of a worker, by tensor parallelism.", _ENGINE)] = 1
-    utilization: Annotated[float, option("Share of the memory that the engine takes.", _ENGINE)] = (
+    tp: Annotated[int, option("GPUs per worker, by tensor parallelism.", _ENGINE)] = 1
+    utilization: Annotated[float, option("Share of GPU memory that the engine uses.", _ENGINE)] = (
         0.9
     )
-    block_size: Annotated[int, option("Tokens of a block.", _ENGINE)] = 16
+    block_size: Annotated[int, option("Tokens per block.", _ENGINE)] = 16
     max_batched_tokens: Annotated[int, option("Tokens of a step at most.", _ENGINE)] = 2048
     max_seqs: Annotated[int, option("Sequences of a step at most.", _ENGINE)] = 256
     runtime_gib: Annotated[
@@ -40,11 +40,11 @@ class VramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ] = 1.0
     adapters: Annotated[int, option("LoRA adapters held at once.", _ADAPTERS)] = 0
     adapter_rank: Annotated[
-        int, option("Rank of the largest, for which all are allocated.", _ADAPTERS)
+        int, option("Rank of the largest adapter, for which all are allocated.", _ADAPTERS)
     ] = 16
     adapter_targets: Annotated[
         tuple[str, ...],
-        option("Modules that they change: q, k, v, o, gate, up, down. Repeat it.", _ADAPTERS),
+        option("Module that adapters change: q, k, v, o, gate, up or down. Repeatable.", _ADAPTERS),
     ] = ("q", "k", "v", "o")
 
     def __post_init__(self) -> None:

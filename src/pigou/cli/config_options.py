@@ -109,13 +109,13 @@ def configured(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         annotation=Annotated[str, typer.Option(
             "--config", callback=read, is_eager=True, metavar="FILE.yaml",
             envvar=f"{prefix}CONFIG", show_envvar=False,
-            help="YAML file with options by name, as in `port: 8000`. Before it goes the "
-            f"environment, as in {example}=..., and before that what is typed.",
+            help="YAML file with options by name, as in `port: 8000`. The environment, as in "
+            f"{example}=..., and then the command line override it.",
         )],
     )  # fmt: skip
     parameters = [*options, file]
     if name in COMMON:
-        text = "Show all options, and exit."
+        text = "Show all options and exit."
         every = typer.Option("--help-all", callback=_show_all, is_eager=True, help=text)
         parameters.append(inspect.Parameter(
             _HELP, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, every]

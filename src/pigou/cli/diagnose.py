@@ -31,13 +31,12 @@ def diagnose(
         ),
     ] = "",
     journal: Annotated[
-        str, typer.Option(help="In place of it: a file that `pigou serve --journal` wrote.")
+        str, typer.Option(help="Journal of `pigou serve --journal`, instead of TARGET.")
     ] = "",
     prefixes: Annotated[
         str,
         typer.Option(
-            help="In place of it: a trace or a journal, whose prompts are compared by their "
-            "beginnings."
+            help="Trace or journal whose prompts' prefixes are compared, instead of TARGET."
         ),
     ] = "",
     seconds: Annotated[
@@ -46,20 +45,20 @@ def diagnose(
             "--duration",
             "--seconds",
             show_default=False,
-            help="Seconds that a URL is watched for. (default: 60)",
+            help="Seconds to watch a URL. (default: 60)",
         ),
     ] = None,
     key: Annotated[
         str,
         typer.Option(
-            "--api-key", "--key", help="An administrator's API key, where the gateway has keys."
+            "--api-key", "--key", help="Administrator's API key, if the gateway has keys."
         ),
     ] = "",
     json: Annotated[str, typer.Option(help="File to write the findings to.")] = "",
 ) -> None:
-    """Say what is wrong with a fleet: failure modes, evidence, fixes.
+    """Diagnose a fleet: failure modes, evidence, fixes.
 
-    Ends with 0 where nothing is, with 1 where something is, with 2 where it cannot be told.
+    Exits with 0 if nothing is wrong, with 1 if something is, with 2 if it cannot tell.
     """
     check_json(json)
     if sum(map(bool, (target, journal, prefixes))) != 1:

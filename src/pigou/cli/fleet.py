@@ -29,21 +29,19 @@ _COLUMNS = {
     "decode_requests": "streams", "prefill_requests": "prefills", "note": "note",
 }  # fmt: skip
 
-Url = Annotated[str, typer.Argument(help="Of the gateway, as http://HOST:8000.")]
-WorkerId = Annotated[str, typer.Argument(help="As `pigou fleet list` has it.")]
+Url = Annotated[str, typer.Argument(help="URL of the gateway, as http://HOST:8000.")]
+WorkerId = Annotated[str, typer.Argument(help="Worker id, as in `pigou fleet list`.")]
 AdminKey = Annotated[
     str,
-    typer.Option(
-        "--api-key", "--key", help="An administrator's API key, where the gateway has keys."
-    ),
+    typer.Option("--api-key", "--key", help="Administrator's API key, if the gateway has keys."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print what the gateway answered.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the gateway's reply as JSON.")]
 LimitS = Annotated[
     float | None,
     typer.Option(
         "--limit",
-        help="Seconds that its requests are given; those left go on elsewhere. By default the "
-        "gateway's --drain.",
+        help="Seconds for its requests to finish; the others migrate. By default the gateway's "
+        "--drain.",
     ),
 ]
 
@@ -66,12 +64,12 @@ def add(
     url: Url,
     role: Annotated[
         Literal["prefill", "decode", "both"] | None,
-        typer.Option(help="Of local workers to start."),
+        typer.Option(help="Role of the local workers to start."),
     ] = None,
-    count: Annotated[int, typer.Option(help="How many of them.")] = 1,
-    model: Annotated[str, typer.Option(help="Which of several models they serve.")] = "",
+    count: Annotated[int, typer.Option(help="Number of workers to start.")] = 1,
+    model: Annotated[str, typer.Option(help="Model that they serve, in a fleet of several.")] = "",
     attach: Annotated[
-        str, typer.Option(help="A running server to use, as --attach of `pigou serve` has it.")
+        str, typer.Option(help="Running server to use, as in `pigou serve --attach`.")
     ] = "",
     key: AdminKey = "",
     json: Json = False,
@@ -92,7 +90,7 @@ def add(
 def drain(
     url: Url, worker: WorkerId, limit_s: LimitS = None, key: AdminKey = "", json: Json = False
 ) -> None:
-    """Let a worker end its streams, then go."""
+    """Drain a worker: it finishes its streams, then leaves the fleet."""
     _change("drain", url, key, json, _path(worker, "/drain"), _limited(limit_s))
 
 
@@ -100,12 +98,12 @@ def drain(
 def flip(
     url: Url,
     worker: WorkerId,
-    role: Annotated[Literal["prefill", "decode", "both"], typer.Option(help="That it has then.")],
+    role: Annotated[Literal["prefill", "decode", "both"], typer.Option(help="New role.")],
     limit_s: LimitS = None,
     key: AdminKey = "",
     json: Json = False,
 ) -> None:
-    """Let a worker end its streams, then serve in another role."""
+    """Drain a worker, then let it serve in another role."""
     _change("flip", url, key, json, _path(worker, "/flip"), {"role": role} | _limited(limit_s))
 
 
@@ -113,7 +111,7 @@ def flip(
 def restart(
     url: Url, worker: WorkerId, limit_s: LimitS = None, key: AdminKey = "", json: Json = False
 ) -> None:
-    """Let a local worker end its streams, then start again."""
+    """Drain a local worker, then restart it."""
     _change("restart", url, key, json, _path(worker, "/restart"), _limited(limit_s))
 
 
@@ -122,12 +120,12 @@ def remove(
     url: Url,
     worker: WorkerId,
     now: Annotated[
-        bool, typer.Option("--now", help="At once: its streams go on elsewhere.")
+        bool, typer.Option("--now", help="Remove it at once; its streams migrate.")
     ] = False,
     key: AdminKey = "",
     json: Json = False,
 ) -> None:
-    """Let a worker go: after a drain, or at once."""
+    """Remove a worker after a drain, or at once."""
     path = _path(worker, "?now=true" if now else "")
     _change("remove", url, key, json, path, None, method="DELETE")
 

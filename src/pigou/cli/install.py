@@ -16,16 +16,16 @@ from pigou.imports import remedy
 
 
 def key(
-    tenant: Annotated[str, typer.Argument(help="Whose key it is.")],
+    tenant: Annotated[str, typer.Argument(help="Tenant that the key is for.")],
     yaml: Annotated[
         bool, typer.Option("--yaml", help="Print an entry of a .yaml keys file, not a line.")
     ] = False,
     admin: Annotated[
         bool,
-        typer.Option("--admin", help="Let it see the whole fleet: all metrics and decisions."),
+        typer.Option("--admin", help="Let the key see the whole fleet: all metrics and decisions."),
     ] = False,
 ) -> None:
-    """Make an API key, and what `pigou serve --api-keys-file` needs of it: its hash."""
+    """Make an API key, and its hash for `pigou serve --api-keys-file`."""
     from pigou.gateway.auth.keys import make_key
 
     secret, line = make_key(tenant, admin=admin)
@@ -37,7 +37,7 @@ def key(
 
 def warm(
     what: Annotated[
-        Literal["all", "gateway", "worker"], typer.Option(help="Whose kernels to compile.")
+        Literal["all", "gateway", "worker"], typer.Option(help="Kernels to compile.")
     ] = "all",
 ) -> None:
     """Compile the kernels now, so that the first start of a fleet loads them.

@@ -75,7 +75,7 @@ def bench(
         str, typer.Option(help="File to write the figures to.", rich_help_panel="Results")
     ] = "",
 ) -> None:
-    """Load an OpenAI endpoint, and measure what comes back."""
+    """Load an OpenAI endpoint, and measure its latency and throughput."""
     from pigou.workload.bench import document
 
     check_json(json)
@@ -140,7 +140,7 @@ def profile(
         str, typer.Option(help="File to write, for `pigou simulate --timing`; ends in .json.")
     ] = "timing.json",
 ) -> None:
-    """Measure what the steps of a live, idle worker take, for simulations of it."""
+    """Measure the step times of a live, idle worker, for simulations of it."""
     file = json_file(out)
     if token := fleet_token(config.base):
         config = msgspec.structs.replace(config, api_key=token)
@@ -229,18 +229,19 @@ def sweep(
     url: Annotated[
         str,
         typer.Option(
-            help="A live fleet that does nothing else, in place of a simulated one; with --workers "
-            "N, --blocks and the like as it has.",
+            help="Live fleet to measure, otherwise idle, in place of a simulated one; give "
+            "--workers N, --blocks and the like as it has them.",
             rich_help_panel="Live fleet",
         ),
     ] = "",
     decode_workers: Annotated[
-        int, typer.Option(help="That the live fleet has.", rich_help_panel="Live fleet", min=1)
+        int,
+        typer.Option(help="Decode workers of the live fleet.", rich_help_panel="Live fleet", min=1),
     ] = 1,
     api_key: Annotated[
         str,
         typer.Option(
-            help="Sent as bearer token.",
+            help="API key, sent as bearer token.",
             rich_help_panel="Live fleet",
             envvar="PIGOU_API_KEY",
             show_default=False,

@@ -45,13 +45,13 @@ class TrialOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How configurations are simulated."""
 
     top: Annotated[int, option("Configurations to simulate at length.", _TRIALS)] = 5
-    jobs: Annotated[int, option("Simulations at once; 0 for one a core.", _TRIALS)] = 0
-    seed: Annotated[int, option("Of lengths, gaps and ties.", _TRIALS)] = 0
+    jobs: Annotated[int, option("Parallel simulations; 0 for one per core.", _TRIALS)] = 0
+    seed: Annotated[int, option("Seed of lengths, gaps and ties.", _TRIALS)] = 0
     tiers: Annotated[
         tuple[TierConfig, ...],
         option(
-            "A tier of each worker beyond its device, nearest first: "
-            "NAME=SIZE[,gbps=200][,latency_us=20], as host=64GiB; repeatable.",
+            "KV tier of each worker beyond its device, nearest first: NAME=SIZE[,gbps=200]"
+            "[,latency_us=20], as host=64GiB. Repeatable.",
             _TRIALS,
             name="tier",
             form="entries",
@@ -74,28 +74,34 @@ def plan(
         str,
         typer.Option(
             help="mix=0.7:512/128,0.3:4096/256[,rate=5][,prefix=N], poisson:..., or a trace. A mix "
-            "without a rate asks for the most that the GPUs hold.",
+            "without a rate asks for the highest rate that the GPUs hold.",
         ),
     ],
-    model: Annotated[str, typer.Option(help="A model's name, or the path of its config.json.")],
-    gpus: Annotated[str, typer.Option(help="How many of which: H200:32,H100:64.")],
+    model: Annotated[str, typer.Option(help="Model name, or path of its config.json.")],
+    gpus: Annotated[str, typer.Option(help="GPUs by type: H200:32,H100:64.")],
     slo: Annotated[
         str,
         typer.Option(
-            help="Objective: ttft=500ms,itl=40ms[,percentile=95]; without a unit seconds."
+            help="Objective (SLO): ttft=500ms,itl=40ms[,percentile=95]; seconds without a unit."
         ),
     ],
     prices: Annotated[
-        str, typer.Option(help="Dollars an hour of a GPU: H200=4.0,H100=2.5, or default.")
+        str, typer.Option(help="Prices in dollars per GPU-hour: H200=4.0,H100=2.5, or default.")
     ] = "",
     kv_dtype: Annotated[
         list[str] | None,
-        typer.Option(help="Number format of the KV cache to try; by default the model's own and "
-                     "fp8. Repeat it."),
+        typer.Option(
+            help="Number format of the KV cache to try; by default the model's own and fp8. "
+            "Repeatable."
+        ),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Try the recommended fleet under 1.3 times the load, "
-                           "and at the P99 pace of 100 requests in a row."),
+        bool,
+        typer.Option(
+            "--check",
+            help="Simulate the chosen fleet also at 1.3 times the load, and at the P99 rate of "
+            "100 requests in a row.",
+        ),
     ] = False,
     out: Annotated[
         str, typer.Option(help="Folder for fleet.yaml, serve.yaml, planner.yaml, workers.sh, and "

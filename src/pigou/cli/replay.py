@@ -26,29 +26,29 @@ def replay(
     journal: Annotated[str, typer.Argument(help="File that `pigou serve --journal` wrote.")],
     policy: Annotated[
         str,
-        typer.Option(
-            help="Ask another policy what it would have chosen: NAME[,parameter=value]..."
-        ),
+        typer.Option(help="Rival policy, asked what it would choose: NAME[,parameter=value]..."),
     ] = "",
     temperature: Annotated[
-        float | None, typer.Option(help="Of that policy's choice. (default: the journal's)")
+        float | None,
+        typer.Option(help="Sampling temperature of the rival policy. (default: the journal's)"),
     ] = None,
     softmax: Annotated[
-        str, typer.Option(help="Of that policy's choice: raw or min-max. (default: the journal's)")
+        str,
+        typer.Option(help="Softmax of the rival policy: raw or min-max. (default: the journal's)"),
     ] = "",
     seed: Annotated[
-        int | None, typer.Option(help="Of that policy's ties. (default: the journal's)")
+        int | None, typer.Option(help="Seed of the rival policy's ties. (default: the journal's)")
     ] = None,
     prices: Annotated[
-        str, typer.Option(help="Bill the requests, too: as of `pigou serve`; it needs --gpu.")
+        str, typer.Option(help="Prices to bill by, as in `pigou serve`; needs --gpu.")
     ] = "",
-    gpu: Annotated[str, typer.Option(help="As of `pigou serve`.")] = "",
-    priced_model: Annotated[str, typer.Option(help="As of `pigou serve`.")] = "",
+    gpu: Annotated[str, typer.Option(help="GPUs of a worker, as in `pigou serve`.")] = "",
+    priced_model: Annotated[str, typer.Option(help="Model, as in `pigou serve`.")] = "",
     json: Annotated[str, typer.Option(help="File to write the figures to.")] = "",
 ) -> None:
-    """Make a gateway's decisions again from its journal, and compare.
+    """Replay a gateway's decisions from its journal, and compare them.
 
-    Ends with 0 when all are the same, with 1 at the first that is not.
+    Exits with 0 if all are equal, with 1 at the first difference.
     """
     check_json(json)
     other = _rival(policy, temperature, softmax, seed)

@@ -31,9 +31,9 @@ def report(
     ],
     out: Annotated[str, typer.Option(help="Folder to write the page and its pictures to.")],
 ) -> None:
-    """Lay runs beside each other, or draw an experiment: one page, and pictures.
+    """Compare runs, or draw an experiment: one page with plots.
 
-    Ratios are to the first run. One run alone gets its own page again.
+    Ratios are to the first run. A single run gets its own page again.
     """
     require("report", "a report")
     from pigou.report.page import prepare

@@ -43,8 +43,8 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL]",
-            help="The model, as --model, and options of `pigou worker` for all workers. Of "
-            "the place of a --tier each takes a part of its own, named after it.",
+            help="The model, as --model, and `pigou worker` options for all workers. Each worker "
+            "gets its own part of a --tier's place, named after it.",
         ),
     ] = None,
 ) -> None:

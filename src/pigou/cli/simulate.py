@@ -40,31 +40,32 @@ _CONTROL = Override(
         params="params",
     ),
     controller=Option(
-        help="As of `pigou serve`: NAME[,parameter=value]...", group="Routing", form="named",
+        help="Controller of temperature, as in `pigou serve`.", group="Routing", form="named",
         key="controller",
     ),
     saturation=Option(
-        help="As of `pigou serve`: NAME[,parameter=value]...", group="Routing", form="named",
+        help="Saturation detector, as in `pigou serve`.", group="Routing", form="named",
         key="detector", name="detector",
     ),
     admission=Option(
-        help="As of `pigou serve`: NAME[,parameter=value]...", group="Admission", form="named",
+        help="Order of waiting requests, as in `pigou serve`.", group="Admission", form="named",
         key="order",
     ),
     max_inflight=Option(
-        help="Streams that a decode worker is given; 0 for no limit.", group="Admission",
+        help="Maximum of streams per decode worker; 0 for no limit.", group="Admission",
     ),
     max_inflight_tokens=Option(
-        help="Tokens that it is given to hold; 0 for no limit.", group="Admission",
+        help="Maximum of tokens held per decode worker; 0 for no limit.", group="Admission",
     ),
     max_queued=Option(
-        help="Requests that may wait for a worker; 0 for no limit.", group="Admission", default=0,
+        help="Maximum of requests that wait for a worker; 0 for no limit.",
+        group="Admission", default=0,
     ),
     queue_timeout=Option(
-        help="Seconds that a request waits for a worker; 0 for no limit.", group="Admission",
+        help="Seconds that a request may wait for a worker; 0 for no limit.", group="Admission",
         form="seconds", default=0.0,
     ),
-    seed=Option(help="Of arrivals, lengths, ties, losses, scatter of steps.", group="Load"),
+    seed=Option(help="Seed of arrivals, lengths, ties, losses and scatter of steps.", group="Load"),
 )  # fmt: skip
 
 
@@ -74,7 +75,7 @@ def simulate(
     workload: Annotated[
         str,
         typer.Option(
-            help="A trace, or closed:C=128,in=128,out=256,ramp=30,hold=120, or "
+            help="Trace, or closed:C=128,in=128,out=256,ramp=30,hold=120, or "
             "poisson:rate=5,in=512,out=128,hold=600; see docs/guide/simulate.md.",
             rich_help_panel="Load",
         ),
@@ -83,7 +84,7 @@ def simulate(
     control: Annotated[ControlConfig, _CONTROL],
     scaling: ScalingConfig,
     fleet: Annotated[
-        str, typer.Option(help="4xboth, 1p+2d, or a YAML file.", rich_help_panel="Fleet")
+        str, typer.Option(help="Fleet: 4xboth, 1p+2d, or a YAML file.", rich_help_panel="Fleet")
     ] = "1xboth",
     gateways: Annotated[
         str,
@@ -99,7 +100,7 @@ def simulate(
     report: Annotated[
         str,
         typer.Option(
-            help="Folder for a page with plots and tables, and pictures.",
+            help="Folder for a report page with plots and tables.",
             rich_help_panel="Results",
         ),
     ] = "",

@@ -28,14 +28,15 @@ trace = typer.Typer(
     rich_markup_mode=None,
 )
 _PERCENTILES = (50, 90, 99)
-File = Annotated[str, typer.Argument(help="A trace, or a journal of `pigou serve`.")]
+File = Annotated[str, typer.Argument(help="Trace, or journal of `pigou serve`.")]
 Out = Annotated[
-    str, typer.Argument(help="File to write, in Pigou's own JSON lines; .gz, .zst are packed.")
+    str,
+    typer.Argument(help="File to write, in Pigou's own JSON lines; .gz and .zst are compressed."),
 ]
 Block = Annotated[
     float,
     typer.Option(
-        help="Tokens of a block, where the file does not say. (default: what all rows fit)"
+        help="Tokens per block if the file does not say. (default: the size that fits all rows)"
     ),
 ]
 Unit = Annotated[
@@ -47,7 +48,7 @@ Unit = Annotated[
 def list_() -> None:
     """List public traces: name, size, licence and owner.
 
-    Those that are marked with a star have no checksum: what comes is taken as it is.
+    Traces marked with a star have no checksum.
     """
     from pigou.workload.catalogue import TRACES
 
@@ -65,13 +66,13 @@ def list_() -> None:
 
 @trace.command("download")
 def fetch(
-    name: Annotated[str, typer.Argument(help="As `pigou trace list` has it.")],
-    out: Annotated[str, typer.Option(help="Folder to put it in.")] = ".",
+    name: Annotated[str, typer.Argument(help="Name, as in `pigou trace list`.")],
+    out: Annotated[str, typer.Option(help="Folder to download to.")] = ".",
     address: Annotated[
-        str, typer.Option(help="Of another copy of the same file. (default: the owner's)")
+        str, typer.Option(help="URL of another copy of the same file. (default: the owner's)")
     ] = "",
 ) -> None:
-    """Download a public trace from its owner; what broke off is gone on with."""
+    """Download a public trace from its owner; resumes an interrupted download."""
     from pigou.workload.catalogue import download, listed
 
     entry = listed(name)
@@ -90,14 +91,14 @@ def info(
     cache: Annotated[
         list[str] | None,
         typer.Option(
-            help="Tokens of a cache whose best hit ratio is wanted, like 50M. Repeat it for more."
+            help="Cache size in tokens to give the best hit ratio for, as 50M. Repeatable."
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     block: Block = 0.0,
     unit: Unit = "",
 ) -> None:
-    """Describe a trace: requests, lengths, rate, and what its prompts share."""
+    """Describe a trace: requests, lengths, rate, and shared prefixes."""
     from pigou.workload.trace_formats import read_trace
 
     description = _describe(read_trace(file, block, unit), [_tokens(size) for size in cache or []])
@@ -132,9 +133,9 @@ def sample(
     sessions: Annotated[
         int | None, typer.Option(help="Sessions to draw, without replacement. (default: all)")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
-    scale: Annotated[float, typer.Option(help="All lengths times this, blocks included.")] = 1.0,
-    speed: Annotated[float, typer.Option(help="All times by this.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
+    scale: Annotated[float, typer.Option(help="Factor on all lengths, blocks included.")] = 1.0,
+    speed: Annotated[float, typer.Option(help="Divisor of all times.")] = 1.0,
     block: Block = 0.0,
     unit: Unit = "",
 ) -> None:

@@ -42,13 +42,14 @@ _SEQUENCES = re.compile(r"(\d+)x(\d+)")
 def vram(
     config: VramConfig,
     model: Annotated[
-        str, typer.Option(help="A model's name, or a folder with a config.json, or its path.")
+        str, typer.Option(help="Model name, or folder with a config.json, or its path.")
     ] = "",
-    gpu: Annotated[str, typer.Option(help="A GPU's name: H200, RTX PRO 6000.")] = "",
+    gpu: Annotated[str, typer.Option(help="GPU name: H200, RTX PRO 6000.")] = "",
     worker: Annotated[
         str,
-        typer.Option(help="URL of a worker whose memory, as it was measured at its start, is "
-                     "shown in place of a computed one."),
+        typer.Option(
+            help="URL of a worker: show its memory as measured at startup instead of computing it."
+        ),
     ] = "",
     key: Annotated[
         str, typer.Option("--api-key", "--key", help="Fleet secret that the worker asks for.")
@@ -59,10 +60,10 @@ def vram(
                           "default the model's own."),
     ] = "",
     memory_gib: Annotated[
-        float, typer.Option(help="Memory that the driver reports, where it is another.", min=0.0)
+        float, typer.Option(help="Memory in GiB as the driver reports it, if it differs.", min=0.0)
     ] = 0.0,
     sequences: Annotated[
-        str, typer.Option(help="A batch to check, like 28x1280,4x32896: count x tokens.")
+        str, typer.Option(help="Batch to check, as 28x1280,4x32896: count x tokens.")
     ] = "",
     margin: Annotated[
         float, typer.Option(help="Share of the cache that the batch should leave free.")

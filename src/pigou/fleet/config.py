@@ -128,15 +128,15 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     hang: Annotated[
         float,
         option(
-            "Seconds without progress of its engine after which a worker is restarted, by its own "
-            "account; 0 for never.",
+            "Seconds without engine progress, by the worker's own report, after which it is "
+            "restarted; 0 for never.",
             "Gateway",
             name="hang_timeout",
         ),
     ] = 60.0
     start: float = 600.0
     drain: Annotated[
-        float, option("Seconds that requests under way are given at the end.", "Gateway")
+        float, option("Seconds for requests in flight to finish at shutdown.", "Gateway")
     ] = 30.0
     min_backoff_s: float = 0.25  # seconds before the first restart; doubled by each further one
     max_backoff_s: float = 30.0
@@ -176,13 +176,13 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         int, option("Compute threads of each worker; 0 splits the cores.", _GROUP)
     ] = 0
     kv_transfer: Annotated[
-        str, option("How blocks move between workers, as of `pigou worker`.", _GROUP)
+        str, option("How KV blocks move between workers, as in `pigou worker`.", _GROUP)
     ] = "auto"
     timing: Annotated[
         str,
         option(
-            "The workers sleep in place of computing: as of `pigou worker`, with its --timing-... "
-            "options.",
+            "Timing model: workers sleep instead of computing, as in `pigou worker`, with its "
+            "--timing-... options.",
             _GROUP,
         ),
     ] = ""
@@ -195,22 +195,22 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         ),
     ] = "local"
     ray_address: Annotated[
-        str, option("Address of the Ray cluster; auto for the one of this machine.", _GROUP)
+        str, option("Address of the Ray cluster; auto for this machine's.", _GROUP)
     ] = "auto"
     pack: Annotated[
         str,
         option(
-            "With --on ray: how near to each other workers must be: host, rack or zone, "
-            "required:rack to refuse all else; by default the cheapest nodes for their KV.",
+            "With --on ray: pack the workers into one host, rack or zone; required:rack refuses "
+            "anything else. By default the cheapest nodes for their KV.",
             _GROUP,
         ),
     ] = ""
     attach: Annotated[
         tuple[str, ...],
         option(
-            "A running server to use: URL[,role=prefill|decode|both][,events=tcp://..]"
-            "[,replay=tcp://..][,topic=T][,key=K][,pin=ID][,host=H][,rack=R][,zone=Z]. Repeat it "
-            "for more.",
+            "Running server to use: URL[,role=prefill|decode|both][,events=tcp://..]"
+            "[,replay=tcp://..][,topic=T][,key=K][,pin=ID][,host=H][,rack=R][,zone=Z]. "
+            "Repeatable.",
             _GROUP,
         ),
     ] = ()
@@ -226,38 +226,37 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         str,
         option(
             "Queue that prefill workers pull prompts from: nats://HOST:PORT/NAME[?storage=memory]"
-            "[&lease_s=10]; by default they are sent to a worker.",
+            "[&lease_s=10]; by default prompts are routed to a worker.",
             _GROUP,
         ),
     ] = ""
     tokenizer: Annotated[
         str,
         option(
-            "Folder or hub id of the model's tokenizer; by default where the workers say that "
-            "their model is.",
+            "Folder or hub id of the model's tokenizer; by default that of the workers' model.",
             _GROUP,
         ),
     ] = ""
     model_pool: Annotated[
         tuple[ModelPoolConfig, ...],
         option(
-            "One of several models: NAME[,model=FOLDER][,prefill=N][,decode=N][,both=N]"
-            "[,device=D][,tokenizer=T][,overflow=NAME|URL][,overflow_price_s=S]"
-            "[,overflow_key=K]; without model= it is what attached servers report. In place of "
-            "--model and its workers; may be given again.",
+            "One of several models, in place of --model and its workers: NAME[,model=FOLDER]"
+            "[,prefill=N][,decode=N][,both=N][,device=D][,tokenizer=T][,overflow=NAME|URL]"
+            "[,overflow_price_s=S][,overflow_key=K]. Without model= attached servers serve it. "
+            "Repeatable.",
             _GROUP,
             form="entries",
         ),
     ] = ()
     model_alias: Annotated[
         tuple[str, ...],
-        option("ALIAS=NAME: a further name of a --model-pool; may be given again.", _GROUP),
+        option("Further name of a --model-pool: ALIAS=NAME. Repeatable.", _GROUP),
     ] = ()
     fleet_secret_file: Annotated[
         str,
         option(
-            "File with the secret that workers on other hosts were started with, too; by default "
-            "PIGOU_FLEET_SECRET of the environment, or a new one for the local workers."
+            "File with the secret that workers on other hosts share; by default "
+            "PIGOU_FLEET_SECRET from the environment, or a new one for local workers."
         ),
     ] = ""
 

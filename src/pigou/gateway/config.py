@@ -40,65 +40,68 @@ class Overflow(msgspec.Struct, frozen=True, kw_only=True):
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits of one gateway."""
 
-    host: Annotated[str, option("Address of the gateway.", "Gateway")] = "127.0.0.1"
-    port: Annotated[int, option("Its port; 0 takes a free one.", "Gateway")] = 8000
-    max_body: Annotated[int, option("Most bytes of a request's body.", "Gateway")] = (
+    host: Annotated[str, option("Address that the gateway listens on.", "Gateway")] = "127.0.0.1"
+    port: Annotated[int, option("Port to listen on; 0 picks a free one.", "Gateway")] = 8000
+    max_body: Annotated[int, option("Maximum size of a request body, in bytes.", "Gateway")] = (
         16 * 1024 * 1024
     )
     max_line: int = 8190  # most bytes of the request line; more is answered 431
     max_header: int = 8190  # most bytes of one header; more is answered 431
     max_headers: int = 100  # most headers; more is answered 431
     max_connections: Annotated[
-        int, option("Client connections at once; 0 takes what the limit of files allows.")
+        int, option("Maximum of client connections; 0 uses the limit of open files.")
     ] = 0
-    max_peer_connections: Annotated[int, option("The same for one address; 0 for no limit.")] = 0
+    max_peer_connections: Annotated[
+        int, option("Maximum of connections from one address; 0 for no limit.")
+    ] = 0
     head_timeout: float = 15.0  # seconds in which a request's head must have come
     keepalive: float = 120.0  # seconds for which an idle connection is kept
     cors_origins: Annotated[
         tuple[str, ...],
         option(
-            "Origin whose pages may use the gateway, or *. Repeat it for more.", name="cors_origin"
+            "Origin whose pages may use the gateway (CORS), or *. Repeatable.", name="cors_origin"
         ),
     ] = ()
     allowed_hosts: Annotated[
         tuple[str, ...],
         option(
-            "Name by which a gateway on a loopback address may be called besides loopback ones. "
-            "Repeat it for more.",
+            "Further host name accepted by a gateway on a loopback address. Repeatable.",
             name="allowed_host",
         ),
     ] = ()
     api_keys_file: Annotated[
         str | None,
         option(
-            "Hashed API keys (`pigou key TENANT` makes them), in lines, or .yaml with what each "
-            "key may do.",
+            "File with hashed API keys from `pigou key TENANT`, one per line, or .yaml with each "
+            "key's permissions.",
             "Gateway",
         ),
     ] = None
     open_metrics: Annotated[
         bool,
-        option("Let scrapers without a key read /metrics, but no names of tenants.", "Gateway"),
+        option("Serve /metrics without a key, without tenant names.", "Gateway"),
     ] = False
-    allow_open: Annotated[
-        bool, option("Listen beyond loopback although there are no keys.", "Gateway")
-    ] = False
+    allow_open: Annotated[bool, option("Listen beyond loopback without API keys.", "Gateway")] = (
+        False
+    )
     journal: Annotated[
         str | None,
-        option("File to which decisions, and all they depend on, are appended.", "Gateway"),
+        option(
+            "File that decisions and their inputs are appended to, for `pigou replay`.", "Gateway"
+        ),
     ] = None
     release: Annotated[
         str,
         option(
-            "Name of what is released with the fleet (prompts, policies, applications); another "
-            "one voids all that is cached.",
+            "Name of the fleet's release (prompts, policies, applications); a new name voids all "
+            "cached blocks.",
             "Gateway",
         ),
     ] = ""
     prices: Annotated[
         str,
         option(
-            "What GPUs cost: default, or H100=2.5,... in dollars of a GPU-hour; bills are at "
+            "Prices of GPUs: default, or H100=2.5,... in dollars per GPU-hour; bills are at "
             "/costs and in /metrics.",
             "Costs",
         ),
@@ -107,23 +110,23 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         str,
         option(
             "With --prices: GPUs of a worker, H100:4 or prefill=H100:4,decode=H200:8.  [default: "
-            "cpu for workers that are started on it]",
+            "cpu for workers on the CPU]",
             "Costs",
         ),
     ] = ""
     priced_model: Annotated[
         str,
         option(
-            "With --prices: the model, llama-3.1-8b or a config.json, where the gateway cannot "
-            "read that of its workers: marginal dollars and energy need its sizes.",
+            "With --prices: the model, as llama-3.1-8b or a config.json, if the gateway cannot "
+            "read its workers'; marginal dollars and energy need its sizes.",
             "Costs",
         ),
     ] = ""
     client_timeout: Annotated[
         float,
         option(
-            "Seconds that a client may take nothing of its stream before it is cut off; 0 for "
-            "ever.",
+            "Seconds that a client may stop reading its stream before it is cut off; 0 for no "
+            "limit.",
             "Gateway",
         ),
     ] = 60.0
@@ -140,8 +143,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     unknown_fields: Annotated[
         str,
         option(
-            "Fields of requests that are unknown: warn (log once, name them in a header of the "
-            "reply) or refuse. With --attach, stock servers judge fields themselves.",
+            "Unknown request fields: warn (log once and name them in a response header) or "
+            "refuse. With --attach, stock servers judge fields themselves.",
             "Gateway",
         ),
     ] = "warn"

@@ -93,8 +93,8 @@ class ScalingConfig(PlannerConfig, frozen=True, forbid_unknown_fields=True, kw_o
     classes: Annotated[
         tuple[RequestClassConfig, ...],
         option(
-            "Objective of some: NAME,ttft=T,itl=T[,percentile=P][,weight=W][,key=TENANT]"
-            "[,min_prompt_tokens=N][,max_prompt_tokens=N]; may be given again.",
+            "Objective of a class of requests: NAME,ttft=T,itl=T[,percentile=P][,weight=W]"
+            "[,key=TENANT][,min_prompt_tokens=N][,max_prompt_tokens=N]. Repeatable.",
             "Planner",
             name="slo_class",
             form="entries",
@@ -107,7 +107,8 @@ class ScalingConfig(PlannerConfig, frozen=True, forbid_unknown_fields=True, kw_o
     performance: Annotated[
         str,
         option(
-            "FILE of `pigou sweep`, for the planner.  [default: the workers' timing is measured]",
+            "Performance file of `pigou sweep` for the planner.  [default: measured by the "
+            "workers' timing]",
             "Planner",
         ),
     ] = ""

@@ -38,9 +38,9 @@ class TierConfig(TierOption, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Default hardware and limits of workers."""
 
-    model: Annotated[str, option("llama-3.1-8b ..., or a config.json.", "Fleet")] = ""
-    gpu: Annotated[str, option("A100, H100, H200, B200, RTX4090 ..., or cpu.", "Fleet")] = ""
-    tp: Annotated[int, option("GPUs of each worker.", "Fleet")] = 1
+    model: Annotated[str, option("Model: llama-3.1-8b ..., or a config.json.", "Fleet")] = ""
+    gpu: Annotated[str, option("GPU: A100, H100, H200, B200, RTX4090 ..., or cpu.", "Fleet")] = ""
+    tp: Annotated[int, option("GPUs per worker.", "Fleet")] = 1
     kv_dtype: Annotated[
         str,
         option("Number format of the KV cache: fp8, bfloat16; by default the model's.", "Fleet"),
@@ -48,45 +48,45 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     timing: Annotated[
         str,
         option(
-            "roofline, profile:FOLDER, law:340b, law:itl_a=..,itl_b=..,prefill=.., or FILE.json "
-            "of `pigou profile`",
+            "Timing model: roofline, profile:FOLDER, law:340b, law:itl_a=..,itl_b=..,prefill=.., "
+            "or FILE.json of `pigou profile`.",
             "Fleet",
         ),
     ] = "roofline"
     blocks: Annotated[
         int,
-        option("KV blocks of a worker; 0 takes the profiled worker's, or computes them.", "Fleet"),
+        option("KV blocks per worker; 0 uses the profiled worker's, or computes them.", "Fleet"),
     ] = 0
-    max_batched_tokens: Annotated[int, option("Tokens of a step.", "Fleet")] = 2048
-    max_seqs: Annotated[int, option("Sequences of a step.", "Fleet")] = 256
+    max_batched_tokens: Annotated[int, option("Maximum of tokens per step.", "Fleet")] = 2048
+    max_seqs: Annotated[int, option("Maximum of sequences per step.", "Fleet")] = 256
     max_model_len: Annotated[
-        int, option("Tokens of a sequence; 0 takes the workload's longest.", "Fleet")
+        int, option("Maximum of tokens per sequence; 0 uses the workload's longest.", "Fleet")
     ] = 0
     engine: Annotated[
         Literal["vllm", "pigou"],
         option(
-            "Whose ways workers have: vllm (steps decided ahead, no blocks kept back), pigou.",
+            "Engine to imitate: vllm (steps decided ahead, no blocks kept back) or pigou.",
             "Fleet",
         ),
     ] = "vllm"
     tiers: Annotated[
         tuple[TierConfig, ...],
         option(
-            "A tier of each worker beyond its device, nearest first: "
-            "NAME=SIZE[,gbps=200][,latency_us=20][,policy=price], as host=64GiB; repeatable.",
+            "KV tier of each worker beyond its device, nearest first: NAME=SIZE[,gbps=200]"
+            "[,latency_us=20][,policy=price], as host=64GiB. Repeatable.",
             "Fleet",
             name="tier",
             form="entries",
         ),
     ] = ()
     tier_recall: Annotated[
-        bool, option("Bring back what a session needs before it is expected.", "Fleet")
+        bool, option("Prefetch a session's blocks before its next request is expected.", "Fleet")
     ] = True
     peer_reads: Annotated[
         bool | None,
         option(
-            "Let workers read a prompt's beginning from another one's cache.  [default: with "
-            "--engine pigou; a vLLM lends nothing]",
+            "Let workers read prompt prefixes from other workers' caches.  [default: with "
+            "--engine pigou only, as in vLLM]",
             "Routing",
             flags=("--peer-reads/--no-peer-reads",),
         ),
@@ -94,8 +94,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     rehearses: Annotated[
         bool | None,
         option(
-            "Let workers measure their speed before they are ready, and tell it. [default: with "
-            "--engine pigou; a vLLM does not]",
+            "Startup profiling: workers measure their own speed before they are ready.  [default: "
+            "with --engine pigou only, as in vLLM]",
             "Fleet",
             flags=("--rehearses/--no-rehearses",),
         ),
@@ -103,8 +103,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     prefill_queue: Annotated[
         dict[str, Any],
         option(
-            "How prompts get to prefill workers: push (routed there), or pull[,parameter=value]... "
-            "(idle workers claim them: order=price or fifo, batch_tokens, max_bypass ...).",
+            "Delivery to prefill workers: push (routed there), or pull[,parameter=value]... (idle "
+            "workers claim prompts: order=price or fifo, batch_tokens, max_bypass ...).",
             "Routing",
             form="named",
             key="mode",
@@ -113,8 +113,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     prices: Annotated[
         str,
         option(
-            "What GPUs and tiers cost: default, or H100=2.5,dram=3,... in dollars of a GPU-hour "
-            "and of a gigabyte-month; the figures get cost and energy.",
+            "Prices of GPUs and tiers: default, or H100=2.5,dram=3,... in dollars per GPU-hour "
+            "and per gigabyte-month; adds cost and energy to the figures.",
             "Results",
         ),
     ] = ""
@@ -124,23 +124,23 @@ class SweepConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Cells of the tables, each a simulation. Lists are numbers with commas."""
 
     isl: Annotated[
-        str, option("Prompt tokens, as 512,2048.", _GROUP, flags=("--input", "--isl"))
+        str, option("Prompt lengths in tokens, as 512,2048.", _GROUP, flags=("--input", "--isl"))
     ] = "256,1024,4096"
     workers: Annotated[str, option("Sizes of the prefill pool.", _GROUP)] = "1,2,4"
     utilisation: Annotated[
-        str, option("Loads of it, shares of what it computes at most.", _GROUP)
+        str, option("Loads of the prefill pool, as shares of its capacity.", _GROUP)
     ] = "0.3,0.5,0.7,0.8,0.9"
-    requests: Annotated[int, option("Requests of each cell of that table.", _GROUP)] = 400
-    concurrency: Annotated[str, option("Users of one decode worker; up to --max-seqs.", _GROUP)] = (
-        "1,4,16,64,256"
-    )
-    contexts: Annotated[str, option("Tokens that its streams hold in the mean.", _GROUP)] = (
+    requests: Annotated[int, option("Requests per prefill load.", _GROUP)] = 400
+    concurrency: Annotated[
+        str, option("Concurrent users of one decode worker, up to --max-seqs.", _GROUP)
+    ] = "1,4,16,64,256"
+    contexts: Annotated[str, option("Mean contexts of its streams, in tokens.", _GROUP)] = (
         "512,2048,8192"
     )
     osl: Annotated[
-        int, option("Output tokens of these requests.", _GROUP, flags=("--output", "--osl"))
+        int, option("Output tokens per decode request.", _GROUP, flags=("--output", "--osl"))
     ] = 128
-    seed: Annotated[int, option("Of arrivals.", _GROUP)] = 0
+    seed: Annotated[int, option("Seed of arrivals.", _GROUP)] = 0
 
     def __post_init__(self) -> None:
         cells = len(self.isls) * len(self.pool_sizes) * len(self.utilisations)

@@ -28,8 +28,8 @@ class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     otlp_traces_endpoint: Annotated[
         str,
         option(
-            "URL that traces are sent to by OTLP/HTTP, as http://HOST:4318/v1/traces; `memory` "
-            "keeps the last ones for GET /traces alone. By default what OTEL_EXPORTER_OTLP_* say.",
+            "OTLP/HTTP endpoint of traces, as http://HOST:4318/v1/traces; `memory` only keeps the "
+            "last ones for GET /traces. By default from OTEL_EXPORTER_OTLP_*.",
             _GROUP,
             name="otlp_traces_endpoint",
         ),
@@ -37,8 +37,8 @@ class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     sample_ratio: Annotated[
         float | None,
         option(
-            "Share of traces that are sent, where the client does not say. By default what "
-            "OTEL_TRACES_SAMPLER says, else all.",
+            "Share of traces to export if the client does not decide. By default from "
+            "OTEL_TRACES_SAMPLER, else all.",
             _GROUP,
             name="trace_sample_ratio",
             show_default=False,
@@ -47,14 +47,14 @@ class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     slow: Annotated[
         float,
         option(
-            "Seconds from which on a request's trace is sent though it is not sampled, as those "
-            "of failed ones are; 0 leaves out both.",
+            "Export unsampled traces, too, of requests that failed or took at least this many "
+            "seconds; 0 exports neither.",
             _GROUP,
             name="trace_slow",
         ),
     ] = 10.0
     memory: Annotated[
-        int, option("Traces that GET /traces has; 0 for none.", _GROUP, name="trace_memory")
+        int, option("Traces kept for GET /traces; 0 for none.", _GROUP, name="trace_memory")
     ] = 256
 
     def __post_init__(self) -> None:

@@ -45,102 +45,98 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     served_model_name: Annotated[
         str, option("Name that requests use; by default the model's own.", "Model")
     ] = ""
-    role: Annotated[Role, option("What the fleet asks it to do.", "Model")] = Role.BOTH
+    role: Annotated[Role, option("Role in the fleet.", "Model")] = Role.BOTH
     deployment_version: Annotated[
-        str, option("Version of its deployment; workers of different ones exchange no KV.", "Model")
+        str, option("Deployment version; workers of different versions exchange no KV.", "Model")
     ] = ""
     location: Annotated[
         str,
-        option("Labels of its node, for routes by distance: host=H[,rack=R][,zone=Z].", "Model"),
+        option("Node labels for routing by distance: host=H[,rack=R][,zone=Z].", "Model"),
     ] = ""
     device: Annotated[str, option("cpu, cuda or cuda:N.", "Model")] = "cpu"
     dtype: Annotated[str, option("auto, bf16 or fp32.", "Model")] = "auto"
     threads: Annotated[int, option("Compute threads.", "Model")] = 1
-    host: Annotated[str, option("Address of the HTTP server.", "Server")] = "127.0.0.1"
-    port: Annotated[int, option("Its port; 0 takes a free one.", "Server")] = 8100
+    host: Annotated[str, option("Address that the HTTP server listens on.", "Server")] = "127.0.0.1"
+    port: Annotated[int, option("Port to listen on; 0 picks a free one.", "Server")] = 8100
     json_whitespace: Annotated[
         JsonWhitespace,
         option(
-            "White space of structured JSON: compact writes none between its parts, flexible lets "
-            "the model choose. A request may say otherwise.",
+            "Whitespace in structured JSON: compact writes none, flexible lets the model choose. "
+            "Requests may override it.",
             "Server",
         ),
     ] = "compact"
-    max_body: Annotated[int, option("Largest body of a request.", "Server", form="size")] = (
+    max_body: Annotated[int, option("Maximum size of a request body.", "Server", form="size")] = (
         16 * 2**20
     )
     unknown_fields: Annotated[
         UnknownFieldsMode,
         option(
-            "Fields of requests that are unknown: warn (log once, name them in a header of the "
-            "reply) or refuse.",
+            "Unknown request fields: warn (log once and name them in a response header) or refuse.",
             "Server",
         ),
     ] = "warn"
     drain: Annotated[
-        float, option("Seconds that requests in flight are given after SIGTERM.", "Server")
+        float, option("Seconds for requests in flight to finish after SIGTERM.", "Server")
     ] = 30.0
-    exit_with_parent: Annotated[
-        bool, option("End when the process that started this one is gone.", "Server")
-    ] = False
-    blocks: Annotated[int, option("KV blocks; 0 takes as many as fit --memory.", "KV memory")] = 0
+    exit_with_parent: Annotated[bool, option("Exit when the parent process is gone.", "Server")] = (
+        False
+    )
+    blocks: Annotated[int, option("KV blocks; 0 for as many as fit in --memory.", "KV memory")] = 0
     memory: Annotated[
         int,
-        option(
-            "Memory for KV blocks, like 512MiB; 0 chooses by the device.", "KV memory", form="size"
-        ),
+        option("Memory for KV blocks, as 512MiB; 0 chooses by device.", "KV memory", form="size"),
     ] = 0
-    block_size: Annotated[int, option("Tokens in a block.", "KV memory")] = 16
+    block_size: Annotated[int, option("Tokens per KV block.", "KV memory")] = 16
     host_blocks: Annotated[
-        int, option("Blocks of host memory that preempted requests may be swapped to.", "KV memory")
+        int, option("Host memory blocks that preempted requests may swap to.", "KV memory")
     ] = 0
     tiers: Annotated[
         tuple[StoreTier, ...],
         option(
-            "A tier of blocks beyond the device, nearest first: NAME=SIZE[@PLACE][,policy=price], "
-            "as host=8GiB, disk=100GiB@/DIR or bucket=1TiB@s3://BUCKET/PREFIX; repeatable.",
+            "KV tier beyond the device, nearest first: NAME=SIZE[@PLACE][,policy=price], as "
+            "host=8GiB, disk=100GiB@/DIR or bucket=1TiB@s3://BUCKET/PREFIX. Repeatable.",
             "KV memory",
             name="tier",
             form="entries",
         ),
     ] = ()
     tier_recall: Annotated[
-        bool, option("Bring back what a session needs before it is expected.", "KV memory")
+        bool,
+        option("Prefetch a session's blocks before its next request is expected.", "KV memory"),
     ] = True
     prefix_caching: Annotated[
         bool, option("Keep finished blocks for requests with the same prefix.", "KV memory")
     ] = True
     eviction: EvictionConfig = EvictionConfig(policy="")  # without a policy, none
-    max_seqs: Annotated[int, option("Most sequences that run at once.", "Scheduling")] = 256
-    max_batched_tokens: Annotated[
-        int, option("Most tokens computed in one step.", "Scheduling")
-    ] = 2048
+    max_seqs: Annotated[int, option("Maximum of running sequences.", "Scheduling")] = 256
+    max_batched_tokens: Annotated[int, option("Maximum of tokens per step.", "Scheduling")] = 2048
     max_background_tokens: Annotated[
         int,
         option(
-            "Of those, most tokens of prompts whose priority is above 0; 0 for no limit.",
+            "Maximum of tokens per step of prompts whose priority is above 0; 0 for no limit.",
             "Scheduling",
         ),
     ] = 0
     max_model_len: Annotated[
-        int, option("Most tokens of a sequence; 0 for the model's context.", "Scheduling")
+        int, option("Maximum of tokens per sequence; 0 uses the model's context.", "Scheduling")
     ] = 0
     max_waiting: Annotated[
-        int, option("Most requests that may wait; 0 for no limit.", "Scheduling")
+        int, option("Maximum of waiting requests; 0 for no limit.", "Scheduling")
     ] = 1024
     order: Annotated[
         QueueOrder,
         option(
-            "Who is admitted first: fcfs, priority or edf; with priority, prompts of a lower "
-            "number overtake what was begun.",
+            "Scheduling order: fcfs, priority or edf; with priority, lower numbers overtake "
+            "prompts under way.",
             "Scheduling",
         ),
     ] = "priority"
-    repeat: Annotated[int, option("Most steps that are planned at once.", "Scheduling")] = 8
+    repeat: Annotated[int, option("Maximum of steps planned at once.", "Scheduling")] = 8
     rehearse: Annotated[
         float,
         option(
-            "Seconds in which it may measure its own speed before it is ready; 0 for none.",
+            "Seconds of startup profiling before the worker is ready; 0 for none.",
             "Scheduling",
         ),
     ] = 0.5
@@ -149,49 +145,49 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         str, option("ZMQ address that KV events are published on.", _EVENTS)
     ] = "tcp://127.0.0.1:*"
     kv_replay_endpoint: Annotated[
-        str, option("ZMQ address that past KV events can be asked for on.", _EVENTS)
+        str, option("ZMQ address that replays past KV events.", _EVENTS)
     ] = "tcp://127.0.0.1:*"
     kv_transfer: Annotated[
         str,
         option(
-            "How blocks move between workers: auto (shm and tcp), none, or some of nixl, shm and "
-            "tcp with commas; the quickest measured is used.",
+            "KV transfer backends: auto (shm and tcp), none, or some of nixl, shm and tcp with "
+            "commas; the fastest measured one is used.",
             _EVENTS,
         ),
     ] = "auto"
-    kv_lease: Annotated[float, option("Seconds for which offered blocks are kept.", _EVENTS)] = 30.0
+    kv_lease: Annotated[float, option("Seconds that offered blocks are kept.", _EVENTS)] = 30.0
     executor: Annotated[
-        ExecutorKind, option("torch, or sleep: no model, time by a law, made-up tokens.", _TIMING)
+        ExecutorKind, option("torch, or sleep: no model, a timing law, made-up tokens.", _TIMING)
     ] = "torch"
     timing: Annotated[
         str,
         option(
-            "Sleep in place of computing, as `pigou simulate --timing` says: roofline, "
-            "profile:FOLDER, law:KEY=VALUE,..., or FILE.json of `pigou profile`",
+            "Timing model; the worker sleeps instead of computing: roofline, profile:FOLDER, "
+            "law:KEY=VALUE,..., or FILE.json of `pigou profile`.",
             _TIMING,
         ),
     ] = ""
     timing_model: Annotated[
-        str, option("For --timing: whose times; by default those of --model.", _TIMING)
+        str, option("For --timing: the timed model; by default --model.", _TIMING)
     ] = ""
     timing_gpu: Annotated[str, option("For --timing roofline and profile: the GPU.", _TIMING)] = ""
     timing_tp: Annotated[int, option("For --timing: GPUs that share the model.", _TIMING)] = 1
     timing_link: Annotated[
         str,
         option(
-            "For --timing: the link that KV blocks come over, as gbps=400,latency_us=200; by "
-            "default it takes no time.",
+            "For --timing: link of KV transfers, as gbps=400,latency_us=200; by default they take "
+            "no time.",
             _TIMING,
         ),
     ] = ""
-    sleep_base: Annotated[int, option("For --executor sleep: nanoseconds of a step.", _TIMING)] = (
+    sleep_base: Annotated[int, option("For --executor sleep: nanoseconds per step.", _TIMING)] = (
         2_000_000
     )
     sleep_per_seq: Annotated[
-        int, option("For --executor sleep: nanoseconds more per decoding sequence.", _TIMING)
+        int, option("For --executor sleep: nanoseconds added per decoding sequence.", _TIMING)
     ] = 100_000
     sleep_prefill_rate: Annotated[
-        float, option("For --executor sleep: prompt tokens computed in a second.", _TIMING)
+        float, option("For --executor sleep: prompt tokens per second.", _TIMING)
     ] = 100_000.0
     log_format: LogFormatOption = "text"
     log_level: LogLevelOption = "info"
@@ -200,15 +196,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     tool_call_parser: Annotated[
         ToolCallParser,
         option(
-            "Format of the tool calls that the model makes of its own accord: hermes, "
-            "llama3_json, mistral, none, or auto for what its chat template asks for."
+            "Format of the model's own tool calls: hermes, llama3_json, mistral, none, or auto "
+            "(by its chat template)."
         ),
     ] = "auto"
     fleet_secret_file: Annotated[
         str,
         option(
-            "File with the secret that peers of this worker must know; by default "
-            "PIGOU_FLEET_SECRET of the environment, or none."
+            "File with the fleet secret that peers must know; by default PIGOU_FLEET_SECRET from "
+            "the environment, or none."
         ),
     ] = ""
     allow_special_tokens: Annotated[
@@ -218,9 +214,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "by default they stay text."
         ),
     ] = False
-    allow_open: Annotated[
-        bool, option("Listen beyond loopback although there is no fleet secret.")
-    ] = False
+    allow_open: Annotated[bool, option("Listen beyond loopback without a fleet secret.")] = False
 
     def __post_init__(self) -> None:
         read_location(self.location)

@@ -52,18 +52,18 @@ class LengthRange:
 class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One run of the load client."""
 
-    url: Annotated[str, option("The endpoint, like http://127.0.0.1:8000.", argument=True)]
-    model: Annotated[str, option("Name; by default the first that it lists.", "Endpoint")] = ""
+    url: Annotated[str, option("Endpoint, as http://127.0.0.1:8000.", argument=True)]
+    model: Annotated[str, option("Model name; by default the first one listed.", "Endpoint")] = ""
     api_key: Annotated[
         str,
         option(
-            "Sent as bearer token.",
+            "API key, sent as bearer token.",
             "Endpoint",
             variables=("PIGOU_API_KEY", "OPENAI_API_KEY"),
             show_default=False,
         ),
     ] = ""
-    chat: Annotated[bool, option("Chat completions.", "Endpoint", flags=("--chat",))] = False
+    chat: Annotated[bool, option("Send chat completions.", "Endpoint", flags=("--chat",))] = False
     concurrency: Annotated[
         int | None,
         option("Closed loop: requests always in flight. (default: 1 without --rate)", "Load"),
@@ -78,51 +78,53 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ] = None
     cv: Annotated[
         float | None,
-        option("Variation of the gaps (gamma); 0 is even. (default: 1, Poisson)", "Load"),
+        option(
+            "Variation (CV) of gamma-distributed gaps; 0 is even. (default: 1, Poisson)", "Load"
+        ),
     ] = None
     max_inflight: Annotated[
-        int | None, option("Bound of an open loop; the wait counts as client queue wait.", "Load")
+        int | None,
+        option("Maximum of requests in flight; the wait counts as client queue wait.", "Load"),
     ] = None
     requests: Annotated[
         int | None, option("Requests to send. (default: 100 without --duration)", "Load")
     ] = None
     duration: Annotated[float | None, option("Seconds to send requests in.", "Load")] = None
-    warmup: Annotated[int, option("Requests before, which are not measured.", "Load")] = 0
-    input: Annotated[str, option("Tokens of a prompt: N or MIN:MAX.", "Prompts")] = "512"
-    output: Annotated[str, option("Tokens to ask for: N or MIN:MAX.", "Prompts")] = "128"
+    warmup: Annotated[int, option("Requests sent first, which are not measured.", "Load")] = 0
+    input: Annotated[str, option("Prompt tokens: N or MIN:MAX.", "Prompts")] = "512"
+    output: Annotated[str, option("Output tokens to ask for: N or MIN:MAX.", "Prompts")] = "128"
     ignore_eos: Annotated[
         bool | None,
         option(
-            "Go on past the end token. (default: where the endpoint knows it)",
+            "Generate past the end token. (default: if the endpoint supports it)",
             "Prompts",
             flags=("--ignore-eos/--no-ignore-eos",),
         ),
     ] = None
-    text: Annotated[str, option("File whose passages are the prompts.", "Prompts")] = ""
+    text: Annotated[str, option("Text file to take prompts from.", "Prompts")] = ""
     prefixes: Annotated[
-        int, option("Shared prefixes; each prompt gets one in front, at random.", "Prompts")
+        int, option("Number of shared prefixes; each prompt begins with one, at random.", "Prompts")
     ] = 0
-    prefix_length: Annotated[int, option("Tokens of each, besides --input.", "Prompts")] = 0
+    prefix_length: Annotated[int, option("Tokens per prefix, besides --input.", "Prompts")] = 0
     trace: Annotated[
         str, option("Recorded sessions to replay: Mooncake, Azure or agent traces.", "Trace")
     ] = ""
-    trace_scale: Annotated[float, option("Lengths of the trace times this.", "Trace")] = 1.0
-    trace_speed: Annotated[float, option("Times of the trace by this.", "Trace")] = 1.0
+    trace_scale: Annotated[float, option("Factor on the trace's lengths.", "Trace")] = 1.0
+    trace_speed: Annotated[float, option("Divisor of the trace's times.", "Trace")] = 1.0
     trace_block: Annotated[
-        float, option("Tokens of a block, where the trace does not say; 0: what all rows fit.",
-                      "Trace")
-    ] = 0.0  # fmt: skip
+        float,
+        option("Tokens per block if the trace does not say; 0 for what fits all rows.", "Trace"),
+    ] = 0.0
     trace_unit: Annotated[
-        str, option("Unit of Mooncake's times: s, ms, us, ns; ms if left out.", "Trace")
+        str, option("Unit of the times in Mooncake's format: s, ms, us, ns; else ms.", "Trace")
     ] = ""
     sessions: Annotated[
         int | None, option("Sessions of the trace to replay. (default: all)", "Trace")
     ] = None
-    seed: Annotated[int, option("Of arrivals, prompts and lengths.", "Load")] = 0
-    timeout: Annotated[float, option("Seconds after which a request failed.", "Endpoint")] = 600.0
+    seed: Annotated[int, option("Seed of arrivals, prompts and lengths.", "Load")] = 0
+    timeout: Annotated[float, option("Seconds after which a request fails.", "Endpoint")] = 600.0
     slo: Annotated[
-        str,
-        option("Objective whose attainment is told: ttft=500ms,itl=40ms.", "Results"),
+        str, option("Objective (SLO) to report attainment of: ttft=500ms,itl=40ms.", "Results")
     ] = ""
 
     def __post_init__(self) -> None:

@@ -47,19 +47,19 @@ def experiment(
         str, typer.Option("--fleet", help="340b-1p2d, 70b-1p2d or 70b-1p5d.")
     ] = "340b-1p2d",
     runs: Annotated[
-        int, typer.Option(help="Seeds of each row; 0 takes the experiment's own number.")
+        int, typer.Option(help="Seeds per row; 0 uses the experiment's own number.")
     ] = 0,
     levels: Annotated[
         str,
         typer.Option(
-            help="Levels of concurrency, as in 96,128; all unless given. Of planner and "
-            "three-games they are per cent of load, of oscillation seconds of lag, of gateways "
-            "milliseconds of it, of costs claims."
+            help="Levels of concurrency, as 96,128; by default all. For planner and three-games "
+            "per cent of load, for oscillation seconds of lag, for gateways milliseconds of "
+            "lag, for costs claims."
         ),
     ] = "",
-    seed: Annotated[int, typer.Option(help="The first of the seeds.")] = 1,
+    seed: Annotated[int, typer.Option(help="First seed.")] = 1,
     report: Annotated[
-        bool, typer.Option(help="Draw the page of the results, index.html beside them.")
+        bool, typer.Option(help="Draw the results' page, index.html, beside them.")
     ] = True,
 ) -> None:
     """Run an experiment of "The Price of Anarchy in Disaggregated Inference" again."""

@@ -66,15 +66,16 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     slo: Annotated[
         str,
         option(
-            "Objective: ttft=500ms,itl=40ms[,percentile=95]; without a unit seconds.", "Planner"
+            "Objective (SLO): ttft=500ms,itl=40ms[,percentile=95]; seconds without a unit.",
+            "Planner",
         ),
     ] = ""
     classes: Annotated[
         tuple[RequestClassConfig, ...],
         option(
-            "Objective of some: NAME,ttft=T,itl=T[,percentile=P][,weight=W][,header=NAME=VALUE]"
-            "[,key=TENANT][,model=M][,min_prompt_tokens=N][,max_prompt_tokens=N]; may be given "
-            "again.",
+            "Objective of a class of requests: NAME,ttft=T,itl=T[,percentile=P][,weight=W]"
+            "[,header=NAME=VALUE][,key=TENANT][,model=M][,min_prompt_tokens=N]"
+            "[,max_prompt_tokens=N]. Repeatable.",
             "Planner",
             name="slo_class",
             form="entries",
@@ -83,7 +84,8 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     planner: Annotated[
         dict[str, Any],
         option(
-            "price, static, dynamo, ... (NAME[,parameter=value]...); none changes nothing.",
+            "Planner of pool sizes: price, static, dynamo, ... (NAME[,parameter=value]...); none "
+            "keeps them.",
             "Planner",
             form="named",
             key="planner",
@@ -92,24 +94,24 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_workers: Annotated[
         int | None,
         option(
-            "Workers at once, in all states; 0 for no limit.  [default: as many as this machine "
-            "has cores and GPUs for, or the fleet begins with; 16 on Ray or Kubernetes; in "
-            "simulation no limit]",
+            "Maximum of workers in all states; 0 for no limit.  [default: what this machine's "
+            "cores and GPUs allow, or the initial fleet; 16 on Ray or Kubernetes; no limit in "
+            "simulation]",
             "Planner",
         ),
     ] = None
     start_up: Annotated[
         float | None,
-        option("Seconds until a new worker serves.  [default: as measured]", "Planner"),
+        option("Seconds until a new worker serves.  [default: measured]", "Planner"),
     ] = None
     interval_s: Annotated[
-        float, option("Seconds between two decisions.", "Planner", name="planner_interval")
+        float, option("Seconds between two planner decisions.", "Planner", name="planner_interval")
     ] = 5.0
     performance: Annotated[
         str,
         option(
-            "FILE of `pigou sweep`, for the planner.  [default: as workers measure themselves, or "
-            "learned]",
+            "Performance file of `pigou sweep` for the planner.  [default: measured by the "
+            "workers, or learned]",
             "Planner",
         ),
     ] = ""

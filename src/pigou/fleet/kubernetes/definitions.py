@@ -166,9 +166,9 @@ def _keyword(key: str, value: Any, shared: dict[str, Any]) -> Schema:
 class OperatorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options of `pigou operator`."""
 
-    namespace: Annotated[str, option("Of the fleets; empty for all namespaces.", "Operator")] = ""
+    namespace: Annotated[str, option("Namespace of the fleets; empty for all.", "Operator")] = ""
     interval: Annotated[
-        float, option("Seconds between two rounds without any event.", "Operator")
+        float, option("Seconds between two reconciliations without events.", "Operator")
     ] = 10.0
     liveness: Annotated[
         str, option("URL of its own health check, as http://0.0.0.0:8080/healthz.", "Operator")

@@ -30,13 +30,13 @@ class PeersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     peers: Annotated[
         str,
         option(
-            "Bus on which gateways of one fleet tell one another what they send to workers: "
-            "nats://HOST:PORT[,nats://..], or tls://. All need the same fleet secret.",
+            "Bus on which the gateways of one fleet share what they route: nats://HOST:PORT"
+            "[,nats://..], or tls://. All need the same fleet secret.",
             _GROUP,
         ),
     ] = ""
     subject: Annotated[
-        str, option("First part of the fleet's subjects there.", _GROUP, name="peers_subject")
+        str, option("Prefix of the fleet's subjects on the bus.", _GROUP, name="peers_subject")
     ] = "pigou"
 
     def __post_init__(self) -> None:

@@ -48,17 +48,17 @@ class RegistrationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         ),
     ] = ""
     worker_id: Annotated[
-        str, option("Name in the fleet; by default the host's, and one of this process.", _GROUP)
+        str, option("Id in the fleet; by default the host's name and one of this process.", _GROUP)
     ] = ""
     label: Annotated[
         tuple[str, ...],
-        option("Where it runs, as NAME=VALUE: host, rack, zone, gpus, others. Repeatable.", _GROUP),
+        option("Label of the worker: NAME=VALUE, as host, rack, zone or gpus. Repeatable.", _GROUP),
     ] = ()
     advertise: Annotated[
-        str, option("Host that others reach it at; by default --host, or this host's.", _GROUP)
+        str, option("Host that others reach this worker at; by default --host.", _GROUP)
     ] = ""
     lease: Annotated[
-        float, option("Seconds after which it counts as lost without a renewal.", _GROUP)
+        float, option("Seconds without a renewal after which the worker counts as lost.", _GROUP)
     ] = 15.0
 
     def __post_init__(self) -> None:

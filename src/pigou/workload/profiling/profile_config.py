@@ -14,41 +14,39 @@ from pigou.config_option import option
 class ProfileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One profile of one worker."""
 
-    url: Annotated[str, option("The worker, like http://127.0.0.1:8100.", argument=True)]
-    model: Annotated[str, option("Name; by default the first that it lists.")] = ""
+    url: Annotated[str, option("Worker, as http://127.0.0.1:8100.", argument=True)]
+    model: Annotated[str, option("Model name; by default the first one listed.")] = ""
     api_key: Annotated[
         str,
         option(
-            "Sent as bearer token.",
+            "API key, sent as bearer token.",
             variables=("PIGOU_API_KEY", "OPENAI_API_KEY"),
             show_default=False,
         ),
     ] = ""
     max_batched_tokens: Annotated[
-        int, option("Tokens that it computes in a step; 0 asks it. (unknown: 2048)")
+        int, option("Tokens that the worker computes per step; 0 asks it (2048 if unknown).")
     ] = 0
     max_seqs: Annotated[
-        int, option("Most streams at once to measure; 0 asks it. (unknown: 64)")
+        int, option("Maximum of concurrent streams to measure; 0 asks the worker (64 if unknown).")
     ] = 0
     max_request_tokens: Annotated[
         int,
         option(
-            "Most tokens of a request; 0 asks it. (unknown: 2048)",
+            "Maximum of tokens per request; 0 asks the worker (2048 if unknown).",
             name="max_model_len",
             flags=("--max-model-len", "--longest"),
         ),
     ] = 0
-    repeats: Annotated[int, option("Of each measurement; their median counts.")] = 5
-    steps: Annotated[int, option("Of each measurement of decodes.")] = 32
-    seed: Annotated[int | None, option("Of the prompts; by default they are others each time.")] = (
-        None
-    )
-    timeout: Annotated[float, option("Seconds after which a request failed.")] = 120.0
+    repeats: Annotated[int, option("Repetitions of each measurement; the median counts.")] = 5
+    steps: Annotated[int, option("Steps of each decode measurement.")] = 32
+    seed: Annotated[int | None, option("Seed of the prompts; by default random.")] = None
+    timeout: Annotated[float, option("Seconds after which a request fails.")] = 120.0
     budget: Annotated[
         float,
         option(
-            "Seconds that it may take: fewer rounds and streams are measured where they would "
-            "take longer; 0 for no limit. The first round is always whole."
+            "Time limit in seconds: it measures fewer rounds and streams to stay inside, but one "
+            "whole round at least; 0 for no limit."
         ),
     ] = 240.0
 
