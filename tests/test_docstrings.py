@@ -139,7 +139,7 @@ def test_an_example_that_needs_nothing_else_runs(name: str) -> None:
     path, code = examples()[name]
     module = ".".join(path.with_suffix("").parts[1:])
     names: dict[str, Any] = {"now": 0}
-    for nouns in ("request", "events", "config", "control.messages", "lifecycle.messages", module):
+    for nouns in ("request", "config", "control.messages", "lifecycle.messages", module):
         full = nouns if nouns == module else f"pigou.{nouns}"
         names |= vars(importlib.import_module(full))
     exec(code, names)

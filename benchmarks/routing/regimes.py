@@ -41,9 +41,8 @@ from pigou.control.routing_controller import (
 )
 from pigou.control.saturation.cusum_detector import CusumDetector
 from pigou.control.saturation.regime import Detector, TTFTSample
-from pigou.events import BlockRemoved, BlockStored
 from pigou.games.latency import LatencyLaw
-from pigou.request import SECOND, FinishReason, Request, Worker
+from pigou.request import SECOND, BlockRemoved, BlockStored, FinishReason, Request, Worker
 from pigou_lab.detectors import PaperConfig, PaperDetector
 from pigou_lab.routing_controllers import (
     Bandit,

@@ -15,8 +15,16 @@ from pigou.control.messages import CacheChanged, Ended, Route, WorkerUp
 from pigou.control.plane import ControlPlane
 from pigou.control.prefix_index import PrefixIndex
 from pigou.control.prefix_index.block_keys import chain
-from pigou.events import BlockRemoved, BlockStored, KVEvent
-from pigou.request import SECOND, FinishReason, Request, Worker, no_hashes
+from pigou.request import (
+    SECOND,
+    BlockRemoved,
+    BlockStored,
+    FinishReason,
+    KVEvent,
+    Request,
+    Worker,
+    no_hashes,
+)
 from pigou.wire.kv_event_decoding import (
     Removed,
     Stored,

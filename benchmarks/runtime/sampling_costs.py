@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.lib.rounds import shuffled_rounds
+from pigou.request import Grammar, SamplingParams
 from pigou.runtime.resources import prepare_environment
-from pigou.sampling import Grammar, SamplingParams
 
 if TYPE_CHECKING:
     from pigou.runtime.local_engine import LocalEngine

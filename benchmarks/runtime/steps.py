@@ -69,7 +69,7 @@ def measure(
 
     All are medians, and the last two are taken in turns, so that a busy machine slows both.
     """
-    from pigou.sampling import SamplingParams
+    from pigou.request import SamplingParams
 
     rng = np.random.default_rng(0)
     params = SamplingParams(max_tokens=options.output, temperature=0.0, ignore_eos=True)

@@ -92,7 +92,7 @@ def make(
     import torch
 
     from pigou.engine.plan import Load, Started
-    from pigou.sampling import SamplingParams
+    from pigou.request import SamplingParams
 
     length = options.entries + 2 * options.interval
     wide = -(-length // SIZE)

@@ -23,13 +23,12 @@ from benchmarks.token_eviction.training import Training
 from pigou.config import EvictionConfig
 from pigou.engine.plan import Compaction, Plan, Started
 from pigou.kv.block_pool import BlockPool
-from pigou.request import Ints, no_hashes
+from pigou.request import Ints, SamplingParams, no_hashes
 from pigou.runtime.attention.paged_attention import PagedAttention
 from pigou.runtime.models.decoder import Decoder
 from pigou.runtime.models.load import LoadedModel, load
 from pigou.runtime.token_eviction.policy import GROUP, CacheEntries
 from pigou.runtime.token_eviction.predictor import RETURNS
-from pigou.sampling import SamplingParams
 from pigou_lab.token_eviction.baselines import Oracle
 
 #: Tokens after a cut that the oracle knows.

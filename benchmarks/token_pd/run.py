@@ -19,11 +19,10 @@ from benchmarks.token_eviction.forced import Forcing, Script, force
 from benchmarks.token_pd.load import Arrival, Item
 from pigou.config import EngineConfig, EvictionConfig
 from pigou.engine.plan import Plan
-from pigou.request import SECOND
+from pigou.request import SECOND, SamplingParams
 from pigou.runtime.local_engine import LocalEngine, Output
 from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.token_eviction.policy import CacheEntries, Returns
-from pigou.sampling import SamplingParams
 
 #: Tokens of a block that budgets are told in.
 BLOCK = 16

@@ -1,12 +1,12 @@
-"""The nouns that every floor shares: a request, a worker, a role, block hashes."""
+"""The nouns that every floor shares: requests, sampling parameters, workers, KV events."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ BlockKeys: TypeAlias = NDArray[np.uint64]
 Ints: TypeAlias = NDArray[np.int32]
 #: Nanoseconds.
 Nanos: TypeAlias = NDArray[np.int64]
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 #: Writable, as all other keys are: kernels are compiled anew for arrays that are not.
 _NO_KEYS: BlockKeys = np.empty(0, dtype=np.uint64)
@@ -114,6 +115,50 @@ class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):  # mad
         return self.hashes[:, 1] if len(self.hashes) else _NO_KEYS
 
 
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the output must match."""
+
+    kind: GrammarKind  # the language that `source` is written in
+    # a JSON schema as text, a regular expression, a Lark grammar, or a JSON list of strings
+    # (`choice`); empty for `json_object`.
+    source: str = ""
+    flexible: bool = False  # JSON may have white space between its parts
+    # regular expression of that white space; None for the usual characters.
+    whitespace: str | None = None
+    # tokens after which JSON ends as soon as its schema allows; 0 for no bound.
+    close_after: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling parameters, already checked."""
+
+    max_tokens: int  # most tokens to generate, at least 1
+    min_tokens: int = 0  # no end or stop token before this many
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # keep the k most probable tokens; 0 keeps all
+    top_p: float = 1.0  # keep the smallest set of tokens with at least this probability, in (0, 1]
+    # keep tokens at least this share as probable as the most probable, in [0, 1].
+    min_p: float = 0.0
+    presence_penalty: float = 0.0  # subtracted once from the logit of every token generated before
+    frequency_penalty: float = 0.0  # subtracted for every time that the token was generated before
+    # divides (or multiplies, when negative) the logits of tokens of the prompt and the output; 1
+    # does nothing.
+    repetition_penalty: float = 1.0
+    # key of the generator, with the position: a sequence continued elsewhere draws the same tokens.
+    seed: int = 0
+    # how many most probable tokens to report beside the chosen; None for no report.
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same for every token of the prompt
+    # end the sequence; the token counts as generated, and its text is not shown.
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False  # the model's end token does not end the sequence
+    # added to the logits of these tokens.
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    grammar: Grammar | None = None
+
+
 class Rehearsed(NamedTuple):
     """What a worker measured before it was ready: a prompt, streams, or a prompt beside streams."""
 
@@ -159,3 +204,40 @@ class Worker:
     def fetch_layout(self) -> str:
         """What two workers must have in common to read each other's caches; "" for none may."""
         return f"{self.layout}@{self.version}" if self.layout and self.version else self.layout
+
+
+class Medium(StrEnum):
+    """The tier that holds a block, by vLLM's names on the wire."""
+
+    DEVICE = "GPU"
+    HOST = "CPU"
+    STORAGE = "STORAGE"
+
+
+class BlockStored(msgspec.Struct, frozen=True):
+    """Consecutive blocks of one request became full, and can be hit from now on.
+
+    Those of a tier beyond the device arrived there: they are nobody's request's. The worker joins
+    the token ids that the wire format wants (`pigou.wire.kv_event_decoding`).
+    """
+
+    request: str  # id of the request that computed (or loaded) them; empty for a tier
+    first: int  # index of the first of these blocks within the request
+    hashes: BlockHashes  # shape (blocks, 2)
+    # hash of the block before `first`, shape (1, 2); shape (0, 2) at the beginning.
+    parent: BlockHashes
+    medium: Medium = Medium.DEVICE
+
+
+class BlockRemoved(msgspec.Struct, frozen=True):
+    """Blocks can no longer be hit: their memory was handed out again."""
+
+    hashes: BlockHashes  # shape (blocks, 2)
+    medium: Medium = Medium.DEVICE
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True):
+    """The whole cache was emptied."""
+
+
+KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared

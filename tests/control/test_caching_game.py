@@ -14,8 +14,16 @@ from pigou.control.latency_model.estimates import Estimates
 from pigou.control.messages import CacheChanged, Ended, LoadReport, WorkerUp
 from pigou.control.plane import ControlPlane
 from pigou.control.prefix_index import Overlaps
-from pigou.events import BlockRemoved, BlockStored, Medium
-from pigou.request import SECOND, FinishReason, Request, Worker, no_hashes
+from pigou.request import (
+    SECOND,
+    BlockRemoved,
+    BlockStored,
+    FinishReason,
+    Medium,
+    Request,
+    Worker,
+    no_hashes,
+)
 
 SIZE = 16
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.lib.examples import examples
 
 from pigou.control.prefix_index import PrefixIndex
-from pigou.events import BlockRemoved, BlockStored, KVEvent, Medium
+from pigou.request import BlockRemoved, BlockStored, KVEvent, Medium
 
 
 def hashes(*blocks: int) -> np.ndarray:

@@ -57,10 +57,19 @@ from pigou.control.planner.planner import PlannerStarted
 from pigou.control.prefix_index import PrefixIndex
 from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.control.routing.policy import GROUP, params_of
-from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored
 from pigou.games.price_of_anarchy import Estimate, PriceOfAnarchy
 from pigou.objectives import ProvisioningTimes, Slo
-from pigou.request import SECOND, FinishReason, Rehearsed, Request, Role, Worker
+from pigou.request import (
+    SECOND,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    FinishReason,
+    Rehearsed,
+    Request,
+    Role,
+    Worker,
+)
 from pigou.windows.planner_window import PlannerWindow
 from pigou.wire.kv_event_decoding import Cleared, Removed, Stored
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.lib.examples import examples
 
 from pigou.control.prefix_index import PrefixIndex, chain
-from pigou.events import BlockRemoved, BlockStored
+from pigou.request import BlockRemoved, BlockStored
 from pigou.wire.kv_event_decoding import Cleared, Removed, Stored, WireEvent
 
 SIZE = 4

@@ -9,8 +9,7 @@ from pigou.config import ConfigError, ControlConfig, IndexConfig
 from pigou.control.messages import CacheChanged
 from pigou.control.plane import ControlPlane
 from pigou.control.prefix_index import PrefixIndex, chain, warm_up
-from pigou.events import BlockStored
-from pigou.request import no_hashes
+from pigou.request import BlockStored, no_hashes
 from pigou.wire.kv_event_decoding import Removed, Stored
 
 TOKENS = np.arange(64, dtype=np.uint32)

@@ -34,8 +34,7 @@ from pigou.control.messages import (
 from pigou.control.plane import ControlPlane
 from pigou.control.routing.remote_kv_fetch import fetch_of, price_fetches
 from pigou.control.routing.view import FleetView
-from pigou.events import BlockStored
-from pigou.request import SECOND, FinishReason, Request, Worker
+from pigou.request import SECOND, BlockStored, FinishReason, Request, Worker
 
 RESTORE = (0.1, 0.5)
 

@@ -17,8 +17,7 @@ from tests.lib.examples import examples
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Effects, Finish, Rates, Result
-from pigou.events import BlockRemoved, BlockStored
-from pigou.request import NEVER, FinishReason, Request
+from pigou.request import NEVER, BlockRemoved, BlockStored, FinishReason, Request
 
 #: Nanoseconds that a step takes.
 STEP = 10

@@ -11,9 +11,8 @@ from pigou.config import EngineConfig
 from pigou.engine.checks import DuplicateRequest
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Plan, Result
-from pigou.events import BlockStored
 from pigou.kv.hashing import chain
-from pigou.request import FinishReason, Request
+from pigou.request import BlockStored, FinishReason, Request
 
 HASHES = chain(list(range(16)), 4, b"s")
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from core_oracle import POISON, Oracle, Slot
 
 from pigou.engine.plan import Effects, Plan, Result
-from pigou.events import AllBlocksCleared, BlockRemoved, Medium
 from pigou.kv.block import Block, chain_of, keys_of
 from pigou.kv.offload import DEVICE, NOWHERE, Move
 from pigou.kv.tiers import Tiers
+from pigou.request import AllBlocksCleared, BlockRemoved, Medium
 
 
 @dataclass

@@ -11,11 +11,10 @@ from pigou.engine.core import EngineCore
 from pigou.engine.plan import Finished, Load, Plan, Rates
 from pigou.kv.hashing import chain
 from pigou.kv.tiers import Tiers
-from pigou.request import FinishReason, Ints, Request
+from pigou.request import FinishReason, Ints, Request, SamplingParams
 from pigou.runtime.local_engine import LocalEngine
 from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.step_output import StepOutput
-from pigou.sampling import SamplingParams
 
 SEED = b"tenure"
 #: A divergence is excused where the reference's two best logits are closer than this.

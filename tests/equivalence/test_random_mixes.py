@@ -14,8 +14,8 @@ from pair import RECOMPUTE, SWAP, Pair, Reference, Side
 from tests.lib.examples import examples
 
 from pigou.config import EngineConfig
+from pigou.request import SamplingParams
 from pigou.runtime.models.load import LoadedModel
-from pigou.sampling import SamplingParams
 
 #: Two documents whose beginnings are shared by the prompts.
 DOCUMENTS = [[(7 * i * i + 11 * i + d) % 300 + 10 for i in range(48)] for d in (0, 5)]

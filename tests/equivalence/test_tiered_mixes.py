@@ -17,8 +17,8 @@ from tiered import Pace, TieredSide
 
 from pigou.config import EngineConfig
 from pigou.engine.plan import Rates
+from pigou.request import SamplingParams
 from pigou.runtime.models.load import LoadedModel
-from pigou.sampling import SamplingParams
 
 paces = st.builds(
     Pace,

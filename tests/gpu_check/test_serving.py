@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pigou.fleet.config import FleetError
+from pigou.request import SamplingParams
 from pigou.runtime.models.load import load
-from pigou.sampling import SamplingParams
 from pigou_lab.gpu_check.random_model import TINY, random_model, write_checkpoint
 from pigou_lab.gpu_check.serving import measure_serving
 from pigou_lab.gpu_check.speed import make_engine

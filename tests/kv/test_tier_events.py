@@ -8,12 +8,11 @@ from eviction_names import policy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.events import BlockRemoved, Medium
 from pigou.kv.block import hashes_of, keys_of
 from pigou.kv.offload import DEVICE, NOWHERE, Move
 from pigou.kv.tier import Tier
 from pigou.kv.tiers import Tiers
-from pigou.request import NEVER, SECOND, BlockHashes, Ints
+from pigou.request import NEVER, SECOND, BlockHashes, BlockRemoved, Ints, Medium
 
 BYTES = 10
 Told = set[tuple[Medium, bytes]]

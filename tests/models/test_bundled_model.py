@@ -18,9 +18,9 @@ from tokenizers import Tokenizer
 
 from pigou.config import EngineConfig
 from pigou.models import bundled_path
+from pigou.request import SamplingParams
 from pigou.runtime.local_engine import LocalEngine
 from pigou.runtime.models.load import load
-from pigou.sampling import SamplingParams
 from pigou.text.chat_template import ChatTemplate
 from pigou.wire.structured_output import schema_grammar
 from pigou_lab.recall import KEYS, MARK, VALUES, RecallItem, is_held_out, recall_items

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from pigou.config import EngineConfig
 from pigou.engine.plan import Plan
+from pigou.request import SamplingParams
 from pigou.runtime import tensor_io as upload_module
 from pigou.runtime.attention.batch import make_batch
 from pigou.runtime.attention.kv_cache import KVCache, make_layout, queue_moves
@@ -37,7 +38,6 @@ from pigou.runtime.resources import kv_room
 from pigou.runtime.sampling import Sampler
 from pigou.runtime.sequence import make_sequence
 from pigou.runtime.tensor_io import DeviceCopies
-from pigou.sampling import SamplingParams
 from pigou_lab.gpu_check.profile import waits_per_step
 from pigou_lab.gpu_check.random_model import TINY, random_model
 

@@ -11,9 +11,9 @@ from checkpoints import make_config, write_checkpoint
 from tokenizers import Tokenizer
 
 from pigou.config import EngineConfig
+from pigou.request import Grammar, SamplingParams
 from pigou.runtime.local_engine import LocalEngine
 from pigou.runtime.models.load import LoadedModel, load
-from pigou.sampling import Grammar, SamplingParams
 
 ENGINE = EngineConfig(blocks=400, max_model_len=512, max_repeat=4)
 

@@ -11,11 +11,10 @@ from checkpoints import VOCAB
 from pigou.config import EngineConfig
 from pigou.engine.plan import Plan, Started
 from pigou.kv.hashing import chain
-from pigou.request import FinishReason
+from pigou.request import FinishReason, SamplingParams
 from pigou.runtime.executor import TorchExecutor
 from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.step_output import StepOutput
-from pigou.sampling import SamplingParams
 
 Find = Callable[[str], LoadedModel]
 SEED = b"tenure"

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.token_eviction.forced import force
 from pigou.config import EngineConfig
+from pigou.request import SamplingParams
 from pigou.runtime.local_engine import LocalEngine
 from pigou.runtime.models.load import LoadedModel
-from pigou.sampling import SamplingParams
 
 Find = Callable[[str], LoadedModel]
 PROMPT, FORCED = 20, 37

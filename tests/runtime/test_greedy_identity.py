@@ -15,10 +15,10 @@ from torch import Tensor
 
 from pigou.config import EngineConfig
 from pigou.engine.plan import Rates
+from pigou.request import SamplingParams
 from pigou.runtime.local_engine import LocalEngine, Output
 from pigou.runtime.models.load import LoadedModel, load
 from pigou.runtime.step_output import RankedLogprobs
-from pigou.sampling import SamplingParams
 from reference import Prompt, Reference, bundled_prompts, make_prompts, report
 
 LENGTH = 128

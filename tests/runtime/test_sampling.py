@@ -14,12 +14,12 @@ from tests.lib.examples import examples
 from torch import Tensor
 
 from pigou.config import EngineConfig
+from pigou.request import SamplingParams
 from pigou.runtime.local_engine import LocalEngine
 from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.ops import KernelOps
 from pigou.runtime.sampling import Sampler, choose, cut_min_p, cut_top_k, cut_top_p, uniform
 from pigou.runtime.sequence import TokenSequence, make_sequence
-from pigou.sampling import SamplingParams
 from reference import Reference, make_prompts
 
 CPU = torch.device("cpu")

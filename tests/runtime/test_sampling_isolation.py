@@ -10,14 +10,13 @@ import pytest
 from torch import Tensor
 
 from pigou.engine.plan import Plan, Started
-from pigou.request import FinishReason
+from pigou.request import FinishReason, SamplingParams
 from pigou.runtime import executor as executor_module
 from pigou.runtime import sampling as sampling_module
 from pigou.runtime.executor import TorchExecutor
 from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.sequence import TokenSequence
 from pigou.runtime.step_output import StepOutput, is_contained
-from pigou.sampling import SamplingParams
 
 Find = Callable[[str], LoadedModel]
 #: Fields of requests that take each way through the sampler.

@@ -12,11 +12,11 @@ from checkpoints import ARCHITECTURES, BASE, FAMILIES, VOCAB, make_config, write
 
 from pigou.config import EngineConfig
 from pigou.models import ModelError
+from pigou.request import SamplingParams
 from pigou.runtime.local_engine import LocalEngine
 from pigou.runtime.models.load import load
 from pigou.runtime.models.model_config import parse_config
 from pigou.runtime.models.rotary_embedding import read_rope
-from pigou.sampling import SamplingParams
 from reference import Reference
 
 HALF = 16  # of the widest head_dim of the families here, 32

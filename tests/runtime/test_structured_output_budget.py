@@ -10,13 +10,13 @@ import pytest
 
 from pigou.config import EngineConfig
 from pigou.models import bundled_path
+from pigou.request import Grammar, SamplingParams
 from pigou.runtime.grammar_trial import try_grammar
 from pigou.runtime.local_engine import LocalEngine
 from pigou.runtime.models.load import load
 from pigou.runtime.sequence import TokenCounts
 from pigou.runtime.step_output import GrammarError
 from pigou.runtime.structured_output import Debt, Grammars, GrammarState, WorkBudget, read_grammars
-from pigou.sampling import Grammar, SamplingParams
 
 MILLISECOND = 1_000_000
 AMBIGUOUS = Grammar("grammar", 'start: e\ne: e e | e e e | /[a-z]/ | ""')

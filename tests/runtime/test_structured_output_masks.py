@@ -18,11 +18,11 @@ from tokenizers import Tokenizer
 
 from pigou.config import EngineConfig
 from pigou.models import bundled_path
+from pigou.request import Grammar, SamplingParams
 from pigou.runtime.local_engine import LocalEngine
 from pigou.runtime.models.load import load
 from pigou.runtime.step_output import GrammarError
 from pigou.runtime.structured_output import Grammars, read_grammars
-from pigou.sampling import Grammar, SamplingParams
 
 SCHEMA = {
     "type": "object",

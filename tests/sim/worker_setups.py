@@ -11,9 +11,8 @@ import numpy as np
 
 from pigou.config import EngineConfig
 from pigou.engine.plan import Finished, Load
-from pigou.events import KVEvent
 from pigou.lifecycle.request import RequestLifecycle
-from pigou.request import Request
+from pigou.request import KVEvent, Request
 from pigou.sim.request_run import Attempt, Leg, RequestRun
 from pigou.sim.streams import ITLHistogram
 from pigou.sim.timing import Law, LawTiming, Timing

@@ -74,8 +74,8 @@ def test_a_token_of_the_vocabulary_becomes_special_by_the_config(tmp_path: Path)
 
 def test_grammars_know_the_tokens_of_the_config(tmp_path: Path) -> None:
     pytest.importorskip("torch")
+    from pigou.request import Grammar
     from pigou.runtime.structured_output import read_grammars
-    from pigou.sampling import Grammar
 
     write(tmp_path, {"added_tokens_decoder": ADDED})
     grammars = read_grammars(tmp_path, 2563, frozenset({2561}))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.lib.examples import examples
 
-from pigou.sampling import Grammar
+from pigou.request import Grammar
 from pigou.wire import openai_replies, request_validation
 from pigou.wire.errors import REFUSED, APIError
 from pigou.wire.openai_replies import ReplyChunk, StreamEncoder

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pigou.sampling import Grammar
+from pigou.request import Grammar
 from pigou.wire.errors import APIError
 from pigou.wire.openai_requests import CompletionRequest, decode_generation
 from pigou.wire.request_validation import check

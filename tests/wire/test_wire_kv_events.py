@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.lib.examples import examples
 from tests.lib.kv_event_batch import KVEventBatch, decode_batch
 
-from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored, Medium
+from pigou.request import AllBlocksCleared, BlockRemoved, BlockStored, Medium
 from pigou.wire.kv_event_decoding import (
     END_OF_REPLAY,
     Cleared,

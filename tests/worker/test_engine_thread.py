@@ -16,8 +16,7 @@ import pytest
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Plan, Result
-from pigou.request import FinishReason, Request
-from pigou.sampling import Grammar, SamplingParams
+from pigou.request import FinishReason, Grammar, Request, SamplingParams
 from pigou.worker.config import WorkerConfig
 from pigou.worker.engine_thread.commands import Abort, Add, OnStep, Report, Stop
 from pigou.worker.engine_thread.engine_thread import EngineThread

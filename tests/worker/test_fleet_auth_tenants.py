@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from aiohttp import ClientSession, web
 
-from pigou.sampling import Grammar
+from pigou.request import Grammar
 from pigou.wire.fleet_secret import TENANT, FleetSecret
 from pigou.wire.openai_requests import decode_generation
 from pigou.worker.http.fleet_auth import fleet_guard, fleet_tenant

@@ -11,9 +11,8 @@ from random import Random
 import pytest
 
 from pigou.kv.hashing import chain
-from pigou.request import Request
+from pigou.request import Request, SamplingParams
 from pigou.runtime.stores.host_store import HostStore
-from pigou.sampling import SamplingParams
 from pigou.worker.config import StoreTier, WorkerConfig
 from pigou.worker.engine_thread.commands import Abort, Add, ClearCache, Report, Stop
 from pigou.worker.engine_thread.engine_thread import EngineThread

@@ -13,8 +13,7 @@ from sleeping_clock import Clock
 from pigou.cli import main
 from pigou.config import ControlConfig, EngineConfig
 from pigou.engine.core import EngineCore
-from pigou.request import SECOND, Request
-from pigou.sampling import SamplingParams
+from pigou.request import SECOND, Request, SamplingParams
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import read_fleet
 from pigou.sim.network import LinkConfig

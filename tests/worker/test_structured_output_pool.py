@@ -12,9 +12,9 @@ from typing import Any, cast
 import pytest
 
 from pigou.models import bundled_path
+from pigou.request import Grammar
 from pigou.runtime.step_output import GrammarError
 from pigou.runtime.structured_output import Grammars, read_grammars
-from pigou.sampling import Grammar
 from pigou.wire.openai_requests import decode_generation
 from pigou.wire.sampling_params import Defaults
 from pigou.worker.http.served_model import ServedModel

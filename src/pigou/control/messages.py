@@ -10,8 +10,7 @@ import msgspec
 from pigou.control.peers.bookings import PredictedPrompt, TenantService, WorkerBookings
 from pigou.control.prefix_index.index import KeyedEvent
 from pigou.control.price_of_anarchy import PoAEstimate, PoASnapshot
-from pigou.events import KVEvent
-from pigou.request import FinishReason, Request, Worker
+from pigou.request import FinishReason, KVEvent, Request, Worker
 from pigou.wire.kv_event_decoding import WireEvent
 
 

@@ -24,9 +24,8 @@ from pigou.engine.scheduler import Scheduler
 from pigou.engine.sequence import Sequence, SequenceState, leading_hashes, order_key
 from pigou.engine.state import EngineState
 from pigou.engine.token_eviction import check_scores
-from pigou.events import AllBlocksCleared
 from pigou.kv.tiers import Tiers
-from pigou.request import NEVER, FinishReason, Ints, Request, no_hashes
+from pigou.request import NEVER, AllBlocksCleared, FinishReason, Ints, Request, no_hashes
 
 
 class EngineCore:

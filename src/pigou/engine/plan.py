@@ -8,9 +8,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.events import KVEvent
 from pigou.kv.offload import Move
-from pigou.request import NEVER, BlockHashes, FinishReason, Ints, Nanos, no_hashes
+from pigou.request import NEVER, BlockHashes, FinishReason, Ints, KVEvent, Nanos, no_hashes
 
 _NONE: Ints = np.empty(0, dtype=np.int32)
 _NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)

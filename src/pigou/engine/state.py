@@ -12,12 +12,19 @@ from pigou.engine.block_table import WORK_ROWS, Rows, remove_row
 from pigou.engine.kv_offload import KVOffloadConnector
 from pigou.engine.plan import Effects, Finished, Rates, Started
 from pigou.engine.sequence import NO_BLOCKS, Sequence, SequenceState, WaitingQueue
-from pigou.events import BlockRemoved, BlockStored, KVEvent
 from pigou.kv.block_pool import BlockPool, HostPool
 from pigou.kv.memory_price import Floats, MemoryPrice
 from pigou.kv.prefix_cache import PrefixCache
 from pigou.kv.tiers import Tiers
-from pigou.request import BlockHashes, FinishReason, Ints, no_hashes
+from pigou.request import (
+    BlockHashes,
+    BlockRemoved,
+    BlockStored,
+    FinishReason,
+    Ints,
+    KVEvent,
+    no_hashes,
+)
 
 
 @dataclass(frozen=True, slots=True)

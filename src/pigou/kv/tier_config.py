@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.events import Medium
 from pigou.kv.offload import RecomputeCost, TierSpeed, staging_of
 from pigou.kv.tier import Tier
 from pigou.kv.tier_eviction.policy import TierSetting, load
 from pigou.kv.tiers import Tiers
+from pigou.request import Medium
 
 #: Tier in the worker's memory; all other tiers outlive their worker.
 HOST = "host"

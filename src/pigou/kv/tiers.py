@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pigou.events import BlockRemoved, BlockStored, Medium
 from pigou.kv.block import ROOT, Block, chain_of, ensure, hashes_of, keys_of
 from pigou.kv.offload import (
     DEVICE,
@@ -24,7 +23,7 @@ from pigou.kv.offload import (
     blocks_worth_loading,
 )
 from pigou.kv.tier import Tier
-from pigou.request import BlockHashes, Ints, no_hashes
+from pigou.request import BlockHashes, BlockRemoved, BlockStored, Ints, Medium, no_hashes
 
 #: Request id in events of tiers.
 NOBODY = ""

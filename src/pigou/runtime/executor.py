@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pigou.engine.plan import Finish, Plan, Result
-from pigou.request import BlockHashes, FinishReason, Ints
+from pigou.request import BlockHashes, FinishReason, Ints, SamplingParams
 from pigou.runtime.attention.batch import StepBatch, make_batch
 from pigou.runtime.attention.kv_cache import KVCache
 from pigou.runtime.attention.paged_attention import PagedAttention
@@ -24,7 +24,6 @@ from pigou.runtime.step_output import RankedLogprobs, StepOutput, described, is_
 from pigou.runtime.structured_output import Grammars, GrammarState
 from pigou.runtime.tensor_io import upload
 from pigou.runtime.token_eviction.evictor import Evictor, TokenRecomputation
-from pigou.sampling import SamplingParams
 
 #: Tokens whose logits are held at once.
 _AT_ONCE = 256

@@ -19,9 +19,9 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from pigou.request import Grammar
 from pigou.runtime.step_output import GrammarError
 from pigou.runtime.structured_output import Grammars, GrammarState, WorkBudget, read_grammars
-from pigou.sampling import Grammar
 
 #: CPU seconds per trial; the kernel kills the process soon after.
 CPU_SECONDS = 4

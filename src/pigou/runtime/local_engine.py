@@ -13,10 +13,9 @@ from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Plan, Result
 from pigou.kv.hashing import chain
-from pigou.request import NEVER, FinishReason, Request
+from pigou.request import NEVER, FinishReason, Request, SamplingParams
 from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.step_output import RankedLogprobs, StepOutput
-from pigou.sampling import SamplingParams
 
 Prompt = Sequence[int] | NDArray[np.integer]
 

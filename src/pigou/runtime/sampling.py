@@ -9,11 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pigou.request import SamplingParams
 from pigou.runtime.ops import Ops
 from pigou.runtime.sequence import TokenSequence
 from pigou.runtime.step_output import GrammarError, RankedLogprobs, described, is_contained
 from pigou.runtime.tensor_io import upload
-from pigou.sampling import SamplingParams
 
 #: Clamp for logits.
 _MAX_LOGIT = 1e30

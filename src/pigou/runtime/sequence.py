@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.kv.hashing import chain
-from pigou.request import BlockHashes, Ints, no_hashes
+from pigou.request import BlockHashes, Ints, SamplingParams, no_hashes
 from pigou.runtime.step_output import GrammarError, RankedLogprobs
 from pigou.runtime.structured_output import GrammarState
-from pigou.sampling import SamplingParams
 
 _NO_TOKENS = np.empty(0, dtype=np.int64)
 _FIRST = 64

@@ -16,8 +16,8 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
+from pigou.request import Grammar
 from pigou.runtime.step_output import GrammarError
-from pigou.sampling import Grammar
 from pigou.text.model_files import read_tokenizer
 
 #: Max bytes of cached grammars, as estimated by `_weight`.

@@ -28,7 +28,6 @@ from pigou.control.pull_queue.config import PullQueueConfig
 from pigou.control.routing.policy import RoutingPolicy
 from pigou.cost.cost_meter import CostMeter, MeteredControlPlane
 from pigou.engine.plan import Finished, Load
-from pigou.events import KVEvent
 from pigou.placement.gang import (
     Gang,
     GangPlaced,
@@ -39,7 +38,7 @@ from pigou.placement.gang import (
 )
 from pigou.placement.gang_scheduler import GangScheduler
 from pigou.placement.topology import Distance, distance
-from pigou.request import SECOND, UNKNOWN_LOCATION, Location, Role, Worker
+from pigou.request import SECOND, UNKNOWN_LOCATION, KVEvent, Location, Role, Worker
 from pigou.sim.dispatch import Dispatcher
 from pigou.sim.fleet_config import FleetConfig, TopologyConfig
 from pigou.sim.gateways import make_gateways

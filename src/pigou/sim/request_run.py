@@ -9,11 +9,10 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from pigou.engine.plan import Finished, Load
-from pigou.events import KVEvent
 from pigou.lifecycle.messages import RequestOutcome
 from pigou.lifecycle.migration import Continuation
 from pigou.lifecycle.request import RequestLifecycle
-from pigou.request import BlockHashes, Request
+from pigou.request import BlockHashes, KVEvent, Request
 from pigou.sim.workload import RequestSpec
 
 

@@ -13,9 +13,8 @@ from pigou.config import EngineConfig
 from pigou.engine.checks import QueueFull, RequestTooLarge
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Effects, Plan, Result
-from pigou.events import KVEvent
 from pigou.kv.tiers import Tiers
-from pigou.request import Ints, Nanos, Request
+from pigou.request import Ints, KVEvent, Nanos, Request
 from pigou.sim.request_run import Leg, Listener
 from pigou.sim.streams import Counts, ITLHistogram, Streams
 from pigou.sim.tiers import TierLinks

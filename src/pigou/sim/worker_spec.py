@@ -15,11 +15,10 @@ from pigou.engine.startup_profiling import (
     ProfiledLoad,
     profiled_loads,
 )
-from pigou.events import KVEvent
 from pigou.kv.offload import RecomputeCost
 from pigou.kv.resharding import TransferSplit, heads_of_rank, split_of
 from pigou.kv.tiers import Tiers
-from pigou.request import SECOND, Rehearsed, Role, Worker
+from pigou.request import SECOND, KVEvent, Rehearsed, Role, Worker
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.setup import TierConfig
 from pigou.sim.tiers import simulated_tiers

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import kernel
-from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored
-from pigou.request import BlockHashes
+from pigou.request import AllBlocksCleared, BlockHashes, BlockRemoved, BlockStored
 
 #: Values skipped per step: a fraction of a millisecond.
 STEP = 2**17

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pigou.sampling import Grammar, SamplingParams
+from pigou.request import Grammar, SamplingParams
 from pigou.wire.errors import bad_field, bad_request
 from pigou.wire.openai_requests import ChatRequest, CompletionRequest, GenerationRequest
 from pigou.wire.request_validation import scores_only
@@ -36,7 +36,7 @@ class Defaults:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    json_close_after: int = 0  # Pigou's own key: see `pigou.sampling.Grammar.close_after`
+    json_close_after: int = 0  # Pigou's own key: see `pigou.request.Grammar.close_after`
 
 
 def sampling_params(

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from pigou.sampling import Grammar
+from pigou.request import Grammar
 from pigou.small_file import is_deep
 from pigou.wire.errors import APIError, bad_field, bad_request
 from pigou.wire.openai_requests import ChatRequest, GenerationRequest, StructuredOutputs

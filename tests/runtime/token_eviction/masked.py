@@ -11,14 +11,13 @@ from torch import Tensor
 
 from pigou.config import EvictionConfig
 from pigou.engine.plan import Compaction, Plan, Started
-from pigou.request import Ints
+from pigou.request import Ints, SamplingParams
 from pigou.runtime.attention.paged_attention import PagedAttention
 from pigou.runtime.executor import TorchExecutor
 from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.models.rotary_embedding import rotary_table, rotate
 from pigou.runtime.token_eviction.entry_stats import EntryStats
 from pigou.runtime.token_eviction.evictor import Evictor
-from pigou.sampling import SamplingParams
 
 ROWS, WIDE, SIZE = 4, 16, 16
 #: Layer, KV head, entries: which tokens a query may see besides later ones.

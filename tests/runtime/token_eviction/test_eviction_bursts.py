@@ -13,10 +13,10 @@ from checkpoints import VOCAB, make_config, write_checkpoint
 
 from pigou.config import EngineConfig, EvictionConfig
 from pigou.engine.plan import Plan, Rates
+from pigou.request import SamplingParams
 from pigou.runtime.local_engine import LocalEngine, Output
 from pigou.runtime.models.load import LoadedModel, load
 from pigou.runtime.token_eviction.predictor import PAPER, PaperModel
-from pigou.sampling import SamplingParams
 
 #: Seconds of the long version.
 LONG = float(os.environ.get("PIGOU_BURST_SECONDS", "600"))

@@ -12,10 +12,10 @@ from tests.lib.examples import examples
 
 from pigou.config import EngineConfig, EvictionConfig
 from pigou.engine.plan import Plan, Rates, Result
+from pigou.request import SamplingParams
 from pigou.runtime.executor import OnStep
 from pigou.runtime.local_engine import LocalEngine, Output
 from pigou.runtime.models.load import LoadedModel
-from pigou.sampling import SamplingParams
 from reference import Prompt, make_prompts
 
 Find = Callable[[str], LoadedModel]

@@ -10,11 +10,10 @@ from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Finished, Load
 from pigou.kv.hashing import chain
-from pigou.request import Ints, Request
+from pigou.request import Ints, Request, SamplingParams
 from pigou.runtime.local_engine import Output
 from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.step_output import StepOutput
-from pigou.sampling import SamplingParams
 from pigou.worker.kv_transfer.block_store import MappedMemory, SharedMemory
 from pigou_lab.gpu_check.speed import make_engine
 

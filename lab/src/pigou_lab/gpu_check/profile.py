@@ -12,9 +12,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from pigou.engine.plan import Result
+from pigou.request import SamplingParams
 from pigou.runtime.local_engine import LocalEngine
 from pigou.runtime.models.load import LoadedModel
-from pigou.sampling import SamplingParams
 from pigou_lab.gpu_check.speed import make_engine
 
 

@@ -11,10 +11,10 @@ import torch
 
 from pigou.config import EngineConfig
 from pigou.engine.plan import Plan
+from pigou.request import SamplingParams
 from pigou.runtime.local_engine import LocalEngine
 from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.models.model_config import ModelConfig
-from pigou.sampling import SamplingParams
 
 BLOCK = 16
 

@@ -24,8 +24,7 @@ from pigou.control.prefix_index.worker_entries import (
     Predictions,
     WorkerEntries,
 )
-from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from pigou.request import SECOND, BlockKeys
+from pigou.request import SECOND, AllBlocksCleared, BlockKeys, BlockRemoved, BlockStored, KVEvent
 from pigou.wire.kv_event_decoding import Cleared, Removed, Stored, WireEvent, WireHash
 
 #: Bit of the tier of each medium; None is the device, and any other medium is storage.

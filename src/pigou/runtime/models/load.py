@@ -13,7 +13,7 @@ from pigou.config import EvictionConfig
 from pigou.engine.plan import Plan, Started
 from pigou.kv.block import KVLayout
 from pigou.models import ModelError
-from pigou.request import Ints
+from pigou.request import Ints, SamplingParams
 from pigou.runtime.attention.cpu_attention import CPUAttention
 from pigou.runtime.attention.kv_cache import DTYPES, KVCache, make_layout
 from pigou.runtime.attention.paged_attention import PagedAttention
@@ -28,7 +28,6 @@ from pigou.runtime.thread_pool import always_parallel
 from pigou.runtime.token_eviction.evictor import Evictor
 from pigou.runtime.token_eviction.policy import EvictionContext
 from pigou.runtime.token_eviction.policy import load as load_policy
-from pigou.sampling import SamplingParams
 
 #: Tokens of the warm-up sequence.
 WARM_UP_TOKENS = 4

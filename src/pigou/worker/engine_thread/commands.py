@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from pigou.engine.plan import Finished, Plan, Result
 from pigou.kv.block import Block
-from pigou.request import BlockHashes, Request
+from pigou.request import BlockHashes, Request, SamplingParams
 from pigou.runtime.step_output import RankedLogprobs, StepOutput
-from pigou.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from pigou.engine.core import EngineCore

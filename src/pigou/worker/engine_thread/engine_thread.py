@@ -16,11 +16,10 @@ from pigou.engine.checks import QueueFull, UnknownLoad
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Effects, Finished, Plan, Result
 from pigou.engine.preemption import RateMeter
-from pigou.events import BlockStored, KVEvent, Medium
 from pigou.kv.hashing import chain
 from pigou.kv.offload import RecomputeCost
 from pigou.logs import about
-from pigou.request import SECOND, FinishReason, Request
+from pigou.request import SECOND, BlockStored, FinishReason, KVEvent, Medium, Request
 from pigou.runtime.step_output import StepOutput, described, is_contained
 from pigou.wire.errors import REQUEST_FAILED
 from pigou.worker.engine_thread.commands import (

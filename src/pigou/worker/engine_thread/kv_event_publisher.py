@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from pigou.background import Background
 from pigou.config import ConfigError
-from pigou.events import BlockRemoved, BlockStored, KVEvent
+from pigou.request import BlockRemoved, BlockStored, KVEvent
 from pigou.wire.fleet_secret import FleetSecret, secure_server
 from pigou.wire.kv_event_decoding import (
     END_OF_REPLAY,

@@ -17,9 +17,16 @@ import numpy as np
 from pigou.config import ConfigError
 from pigou.engine.plan import Finish, Plan, Result
 from pigou.kv.hashing import chain
-from pigou.request import SECOND, BlockHashes, FinishReason, Nanos, no_hashes
+from pigou.request import (
+    SECOND,
+    BlockHashes,
+    FinishReason,
+    Grammar,
+    Nanos,
+    SamplingParams,
+    no_hashes,
+)
 from pigou.runtime.step_output import RankedLogprobs, StepOutput
-from pigou.sampling import Grammar, SamplingParams
 from pigou.sim.network import LinkConfig
 from pigou.sim.timing import StepKeys, StepShape, Timing, varies
 from pigou.sim.timing_models import build_timing, is_measured, kv_bytes

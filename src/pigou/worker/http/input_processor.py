@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 from pigou.kv.hashing import chain
 from pigou.kv.tenure import salt_expiry
-from pigou.request import NEVER, BlockHashes, Request, no_hashes
-from pigou.sampling import SamplingParams
+from pigou.request import NEVER, BlockHashes, Request, SamplingParams, no_hashes
 from pigou.text.chat_template import ChatError
 from pigou.text.tool_calls import open_reasoning
 from pigou.tracing.request_trace import RequestTrace

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from pigou.request import SamplingParams
 from pigou.runtime.step_output import RankedLogprobs as Report
-from pigou.sampling import SamplingParams
 from pigou.text.detokenizer import Detokenizer
 from pigou.text.stop_strings import StopMatch, Stops
 from pigou.text.tokenizer import Tokenizer

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from pigou.request import Grammar
 from pigou.runtime.step_output import GrammarError, described, is_contained
-from pigou.sampling import Grammar
 from pigou.wire.errors import APIError, bad_request
 from pigou.wire.openai_requests import ChatRequest, GenerationRequest
 from pigou.wire.structured_output import grammar

@@ -26,9 +26,8 @@ from pigou.engine.startup_profiling import (
 )
 from pigou.kernel_cache import on_compiling
 from pigou.kv import checksum
-from pigou.request import SECOND, Rehearsed, Request, no_hashes
+from pigou.request import SECOND, Rehearsed, Request, SamplingParams, no_hashes
 from pigou.runtime.step_output import StepOutput
-from pigou.sampling import SamplingParams
 from pigou.wire import json_limits
 from pigou.worker.config import WorkerConfig
 from pigou.worker.engine_thread.commands import Backend
