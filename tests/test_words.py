@@ -120,6 +120,24 @@ def test_a_comment_names_what_it_speaks_of() -> None:
     assert not bad, "begin with a noun: `last_ns: int  # time of the last token, ns`"
 
 
+def test_an_option_says_on_its_own_what_it_sets() -> None:
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
+    bad = re.findall(r"^\| .* \| ((?:As of|Of|That|Its|Whose|Which|Those) .*) \|$", page, re.M)
+    assert not bad, "begin with a noun or a verb: `Seed of arrivals.`"
+
+
+def test_a_parameter_is_named_not_called_so_many() -> None:
+    bad = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for room in ("src", "lab/src", "docs")
+        for path in sorted((ROOT / room).rglob("*"))
+        if path.suffix in (".py", ".md")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if "so many" in line.lower()
+    ]
+    assert not bad, 'name the parameter: "Return slots for `rows` rows"'
+
+
 @pytest.mark.parametrize(
     ("lines", "found"),
     [

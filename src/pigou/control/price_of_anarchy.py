@@ -16,12 +16,11 @@ from pigou.games.price_of_anarchy import PriceOfAnarchy, calibrated, legacy_inde
 from pigou.games.request_window import LOCAL, RequestWindow
 from pigou.request import SECOND
 
-#: A window has the requests that ended within this time, at most so many, and at least so many.
+#: Window of ended requests: its time, and the most and fewest requests.
 SPAN = 60 * SECOND
 MAX_REQUESTS = 1000
 MIN_REQUESTS = 20
-#: Requests that a law remembers: half of its weight is on the last so many.
-_HALF_LIFE = 512.0
+_HALF_LIFE = 512.0  # half-life of a law's observations, in requests
 _MAX_LOAD = 256.0
 
 

@@ -22,8 +22,8 @@ from pigou.request import BlockHashes, Ints
 _MAX_PENDING = 4096
 #: Prefix of the ids of prefetches.
 RETURN = "return:"
-#: A chain is due when its tail is so many times its own length from being handed out: the copy
-#: begins at its head, and must end before the tail is handed out.
+#: A chain is due when its tail is within this many times its length of being reused: the copy
+#: begins at the head, and must end before the tail is reused.
 _AHEAD = 2
 #: Maximum of free blocks inspected for due chains: links copy faster than prompts take blocks.
 _MAX_DISTANCE = 2048

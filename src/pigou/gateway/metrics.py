@@ -46,8 +46,8 @@ _WORKER_UNITS = {"kv_usage": "kv_usage_ratio"}
 NO_KEYS: Mapping[int, BlockKeys] = MappingProxyType({})
 #: Rows of the fleet's table: (worker, role, name -> value).
 Rows: TypeAlias = Iterable[tuple[str, str, dict[str, float]]]
-#: A gap is a stall above so many times the median, and above so many seconds: what is below is no
-#: pause to a reader, and may be the gateway's own event loop.
+#: Ratio to the median gap and seconds above which a gap is a stall. Shorter gaps are no pause to a
+#: reader, and may come from the gateway's own event loop.
 STALL_RATIO, MIN_STALL_S = 10.0, 0.05
 #: Gaps before the median is trusted, and by how much each moves it.
 _WARM_UP, _STEP = 64, 1.02
@@ -321,7 +321,7 @@ class SessionRetention:
         )
         self._retained = metrics.counter(
             "pigou_session_blocks_retained",
-            "Of those, blocks that the worker still has that computes the next prompt.",
+            "Returned blocks still cached on the worker that computes the next prompt.",
         )
         self._last_blocks: OrderedDict[int, None] = OrderedDict()
 

@@ -193,7 +193,7 @@ def attainment_families(meter: RequestMeter) -> Iterator[Metric]:
         [([label], attainment.requests[name]) for name, label in labels.items()], "class",
     )  # fmt: skip
     yield counter_family(
-        "pigou_slo_attained", "Of those, requests inside their objective.",
+        "pigou_slo_attained", "Requests inside their objective.",
         [([label], attainment.inside[name]) for name, label in labels.items()], "class",
     )  # fmt: skip
     yield gauge_family(

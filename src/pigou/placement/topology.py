@@ -117,7 +117,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def location(self) -> Location:
-        """Its topology labels."""
+        """Topology labels."""
         return Location(self.host, self.rack, self.zone)
 
 

@@ -189,7 +189,7 @@ def _label(value: float, unit: Unit) -> str:
 
 
 def duration(seconds: float, digits: int = 4, *, keep: bool = False) -> str:
-    """Return a time in the unit that suits it, with so many significant digits at most.
+    """Return a time in a fitting unit, with at most `digits` significant digits.
 
     With `keep`, zeros at the end stay where the number was rounded.
     """
@@ -203,7 +203,7 @@ def duration(seconds: float, digits: int = 4, *, keep: bool = False) -> str:
 
 
 def significant(value: float, digits: int = 4, *, keep: bool = False) -> str:
-    """Return a number with so many significant digits at most, and commas among thousands.
+    """Return a number with at most `digits` significant digits, and thousands separators.
 
     With `keep`, zeros at the end stay where the number was rounded.
     """

@@ -278,7 +278,7 @@ def memory(samples: Samples) -> tuple[Chart, ...]:
             TIME, Axis("ratio"), (ChartLine("placement", x, series["poa_caching"], step=True),),
         ),
         Chart(
-            "evicted", "Evicted blocks", "That left a device for others, since the beginning.",
+            "evicted", "Evicted blocks", "Blocks that left a device for others, from the start.",
             TIME, Axis("blocks", zero=True),
             (ChartLine("evicted", x, series["evicted"], step=True),),
         ),

@@ -174,7 +174,7 @@ def _ranked(values: Floats, share: float) -> float:
 
 
 def _curve(values: Floats, total: int = 0) -> Distribution:
-    """Return a distribution; with `total`, shares are of so many requests."""
+    """Return a distribution; with `total`, shares are of this number of requests."""
     if not len(values):
         return Distribution([], [])
     ordered = np.sort(values)

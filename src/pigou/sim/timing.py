@@ -175,7 +175,7 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     itl_a: float
     itl_b: float = 0.0  # per sequence that decodes
-    few: int = 0  # up to so many sequences a step takes `itl_few`; 0 for none
+    few: int = 0  # maximum of sequences in a step that takes `itl_few`; 0 for none
     itl_few: float = 0.0  # seconds of such a step: engines use other kernels
     prefill: float = 0.0  # per prompt begun in the step
     prefill_token: float = 0.0  # per prompt token

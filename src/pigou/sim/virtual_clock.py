@@ -98,7 +98,7 @@ class Inbox:
         self.waiting.append((after, command))
 
     def until(self, steps: int) -> int:
-        """Return how many will have been done once so many steps were computed."""
+        """Return how many are done after `steps` computed steps."""
         return sum(after <= steps for after, _ in self.waiting)
 
     def open(self, steps: int, now: int, idle: Callable[[], bool]) -> None:

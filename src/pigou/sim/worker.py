@@ -113,7 +113,7 @@ class SimWorker:
         self._between_steps(lambda _: self._abort(leg), now)
 
     def loaded(self, request: str, tokens: int, now: int) -> None:
-        """Blocks of a leg's load arrived, with so many tokens."""
+        """Take in the arrived blocks of a leg's load, which hold `tokens` tokens."""
         self._between_steps(lambda _: self._add_events(self.core.loaded(request, tokens)), now)
 
     def hold_cached(self, request: Request, on_held: Callable[[int, int], None], now: int) -> None:

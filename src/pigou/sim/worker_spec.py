@@ -91,7 +91,7 @@ class FleetWorker:
 
     @property
     def name(self) -> str:
-        """Its id."""
+        """Worker id."""
         return self.info.id
 
     @property

@@ -530,7 +530,7 @@ class _Items:
             raise EventError(f"{self.name}: {error}") from None
 
     def _take(self, max_items: int, widest: int) -> Generator[None, None, bytes]:
-        """Return the next items as an array of their own, each of so many bytes at most."""
+        """Return the next items as an array, each of at most `widest` bytes."""
         count = min(max_items, self.left)
         end = yield from self.walk.skip(self.at, count)
         if end - self.at > widest * count:

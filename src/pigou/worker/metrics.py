@@ -76,12 +76,12 @@ _ENGINE_ROWS = (
     Row("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", "gauges.usage"),
     Row("pigou_kv_blocks", "KV blocks on the device.", "blocks"),
     Row("pigou_kv_blocks_free",
-        "Of those, blocks that can be handed out, cached ones included.", "gauges.free"),
+        "Blocks free for allocation, cached ones included.", "gauges.free"),
     Row("pigou_kv_blocks_cached", "Blocks that can be hit, in use or not.", "gauges.cached"),
     Row("pigou_kv_table_blocks",
         "Blocks in the tables of running requests, shared ones for each of them.",
         "gauges.table_blocks"),
-    Row("pigou_kv_table_tokens", "Tokens in these blocks.", "gauges.table_tokens"),
+    Row("pigou_kv_table_tokens", "Tokens in the tables' blocks.", "gauges.table_tokens"),
     Row("pigou_kv_block_tokens", "Tokens that a block has room for.", "block_tokens"),
     Row("pigou_kv_requests_held",
         "Prompts that are held for other workers, computed or cached ones.", "gauges.held"),
@@ -94,30 +94,31 @@ _ENGINE_ROWS = (
     *_counters(
         ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
          "gauges.queries_total"),
-        ("vllm:prefix_cache_hits", "Of those, tokens found.", "gauges.hits_total"),
+        ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "gauges.hits_total"),
         ("vllm:external_prefix_cache_queries", "Prompt tokens that other workers offered.",
          "offered_tokens"),
-        ("vllm:external_prefix_cache_hits", "Of those, tokens that arrived.", "loaded_tokens"),
+        ("vllm:external_prefix_cache_hits", "Offered prompt tokens that arrived.",
+         "loaded_tokens"),
         ("vllm:num_preemptions", "Times that a request lost its row.", "gauges.preemptions_total"),
         ("vllm:prompt_tokens", "Tokens of the prompts.", "prompt_tokens"),
-        ("vllm:prompt_tokens_cached", "Of those, tokens that were not computed here.",
+        ("vllm:prompt_tokens_cached", "Prompt tokens not computed here.",
          "cached_tokens"),
         ("vllm:generation_tokens", "Tokens sampled.", "generated_tokens"),
         ("pigou_kv_blocks_received", "KV blocks that came from other workers.",
          "gauges.blocks_received_total"),
-        ("pigou_kv_bytes_received", "Bytes in them.", "gauges.bytes_received_total"),
+        ("pigou_kv_bytes_received", "Bytes of received KV blocks.", "gauges.bytes_received_total"),
         ("pigou_kv_blocks_lent", "Cached KV blocks that were offered to other workers.",
          "gauges.blocks_leased_total"),
         ("pigou_swaps", "Preemptions that moved KV to host memory.", "gauges.swaps_total"),
         ("pigou_kv_entries_given", "Cache entries that requests gave up.", "gauges.given_total"),
         ("pigou_kv_entries_revived",
-         "Of those, entries that were computed again on their own.", "gauges.revived_total"),
+         "Evicted entries computed again on their own.", "gauges.revived_total"),
         ("pigou_engine_steps", "Steps computed.", "gauges.steps_total"),
-        ("pigou_computed_tokens", "Tokens computed in them, of prompts and outputs.",
+        ("pigou_computed_tokens", "Tokens of prompts and outputs computed in steps.",
          "gauges.tokens_total"),
         ("pigou_prefill_seconds", "Seconds of the steps that computed chunks of prompts.",
          "prefill_s"),
-        ("pigou_prefill_tokens", "Tokens of these chunks.", "gauges.prefill_tokens_total"),
+        ("pigou_prefill_tokens", "Tokens of prompt chunks.", "gauges.prefill_tokens_total"),
     ),
 )  # fmt: skip
 #: Rows read from `WorkEstimate`.
@@ -194,7 +195,9 @@ class WorkerMetrics(MetricSet):
                                          "finished_reason", REASONS)  # fmt: skip
         self._sources = self._new_family("prompt_tokens_by_source", "Where prompt KV came from.",
                                          "source", SOURCES)  # fmt: skip
-        info = self.gauge("vllm:cache_config_info", "Of the KV cache.", *cache, "engine")
+        info = self.gauge(
+            "vllm:cache_config_info", "Configuration of the KV cache.", *cache, "engine"
+        )
         info.labels(**cache, engine="0").set(1)
         self._itl = self._histogram["inter_token_latency_seconds"]
 

@@ -115,7 +115,7 @@ async def run(
     config: BenchConfig, replay: TraceReplay, vocabulary: Sequence[int], drive: LoadGenerator,
     rng: np.random.Generator,
 ) -> None:  # fmt: skip
-    """Send the sessions: at their recorded starts, at a rate, or so many at once."""
+    """Send the sessions: at their recorded starts, at a rate, or at a concurrency."""
     sessions = list(replay.jobs(vocabulary))
     starts = [session.start for session in replay.trace.sessions]
     if config.concurrency is not None:

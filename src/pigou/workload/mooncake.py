@@ -123,7 +123,7 @@ def block_tokens(
 
 
 def _fits(tokens: int, count: int, size: float) -> bool:
-    """Whether a prompt has so many blocks, the last of which may be filled in part, or left out."""
+    """Whether a prompt has `count` blocks; the last one may be partial or left out."""
     return count in (math.ceil(tokens / size), math.floor(tokens / size))
 
 

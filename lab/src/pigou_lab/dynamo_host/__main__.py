@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     one.set_defaults(run=_route)
 
     one = commands.add_parser("attribute", help="Print which worker served each request.")
-    one.add_argument("--folder", type=Path, help="Of file discovery (DYN_FILE_KV).")
+    one.add_argument("--folder", type=Path, help="Folder of file discovery (DYN_FILE_KV).")
     one.add_argument("--endpoint", action="append", default=[], help="ZMQ address to join.")
     one.set_defaults(run=_attribute)
     return parser
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _runtime(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--endpoint", default="dynamo.backend.generate",
-                        help="Of the workers: namespace.component.endpoint.")  # fmt: skip
+                        help="Endpoint of the workers: namespace.component.endpoint.")  # fmt: skip
     parser.add_argument("--block-size", type=int, default=16, help="Tokens in a KV block.")
     parser.add_argument("--discovery-backend", default="file",
                         choices=("file", "etcd", "kubernetes", "mem"))  # fmt: skip

@@ -35,7 +35,7 @@ class Served:
 
     @property
     def worker(self) -> int:
-        """Its last worker."""
+        """The last worker."""
         return self.workers[-1]
 
 

@@ -32,7 +32,7 @@ FIGURES = {
 }
 #: Numbers that are settings: an axis where concurrency does not change, else kinds of rows.
 SETTINGS = ("overlap_weight", "temperature", "templates", "workers")
-#: Over so many times its least value, a figure is drawn by ratios.
+#: Largest over least value above which a figure is drawn by ratios.
 _WIDE = 20.0
 
 

@@ -67,7 +67,7 @@ EXPERIMENT1: Mapping[FleetName, Mapping[int, Figures]] = {
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Of the paper's detector, in seconds of smoothed TTFT P99 (section 6.2)."""
+    """Thresholds of the paper's detector, in seconds of smoothed TTFT P99 (section 6.2)."""
 
     low: float
     high: float
@@ -182,7 +182,7 @@ EXPERIMENT3: Mapping[FleetName, Mapping[tuple[str, Phase], Figures]] = {
 }
 #: Seconds from the beginning of the saturated phase to the switch (section 8.5).
 SWITCH_S: Mapping[FleetName, float] = {"340b-1p2d": 54.8, "70b-1p5d": 58.3, "70b-1p2d": 48.6}
-#: An iteration beyond so many medians of its strategy is flagged (section 7.4).
+#: Iterations beyond this many medians of their strategy are flagged (section 7.4).
 OUTLIER = 5.0
 #: Routers without state, over the Hungarian optimum, from C = 8 on (section 9.2).
 COUNTERFACTUAL = (0.003, 0.10)

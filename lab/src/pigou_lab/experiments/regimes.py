@@ -115,7 +115,7 @@ def held_ratios(rows: Sequence[Row]) -> Mapping[str, Any]:
 
 #: The paper's three levels about the knee, and what lies between the last two.
 KNEE_LEVELS = (32, 64, *range(96, 129, 4))
-#: A level is past the knee where its TTFT P99 is so many times that of the first.
+#: TTFT P99 over that of the first level from which a level is past the knee.
 KNEE_FACTOR = 5.0
 
 

@@ -31,7 +31,7 @@ from pigou_lab.experiments.results import Row
 #: Load in per cent of what three prefill workers compute without hits.
 LEVELS = (90,)
 START, WORKERS, SECONDS, TEMPLATES = (2, 2), 8, 900.0, 60
-#: The Price of Anarchy from which on the split is changed, in so many windows in a row.
+#: Price of Anarchy that changes the split, and the windows in a row that must exceed it.
 _ANARCHY, _WINDOWS = 1.02, 6
 
 

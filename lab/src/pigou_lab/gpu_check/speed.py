@@ -1,4 +1,4 @@
-"""Decode speed of a model at so many streams, and what it makes of the device."""
+"""Decode speed of a model by number of streams, and its share of the device's peak."""
 
 from __future__ import annotations
 

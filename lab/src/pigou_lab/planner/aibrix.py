@@ -50,7 +50,7 @@ class KpaParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     panic_threshold: float = 2.0
     max_scale_up_rate: float = 2.0
     max_scale_down_rate: float = 2.0
-    down_delay_s: float = 300.0  # the largest recommendation of so many seconds is taken
+    down_delay_s: float = 300.0  # scale-down takes the largest recommendation of this time
 
     def __post_init__(self) -> None:
         _check_above(self, 0, "target", "stable_window_s", "panic_window_s")

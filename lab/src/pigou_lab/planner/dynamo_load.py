@@ -22,7 +22,7 @@ class DynamoLoadParams(NonNegativeParams, frozen=True, forbid_unknown_fields=Tru
     prefill_up: float = 0.5
     prefill_down: float = 0.2
     decode_grace_intervals: int = 3  # after an addition, in which no decode worker is removed
-    # a trend that takes the queue below its threshold within so many intervals holds an addition
+    # intervals within which a trend must take the queue below its threshold to hold an addition
     # back.
     prefill_buffer_intervals: int = 3
 

@@ -73,7 +73,7 @@ def read_demand(text: str, seed: int) -> Demand:
 
 
 def busiest(loop: OpenLoop, requests: int) -> OpenLoop:
-    """Return the sessions in a row, with at least so many requests, in the shortest time."""
+    """Return the consecutive sessions with at least `requests` requests in the shortest time."""
     sessions = sorted(loop.sessions, key=lambda session: session.start_ns)
     counts = np.cumsum([0, *(len(session.requests) for session in sessions)])
     if counts[-1] <= requests:

@@ -320,7 +320,7 @@ def _round(
 def make_trial(
     request: PlanRequest, analysis: Analysis, candidate: Candidate, rate_rps: float, requests: int
 ) -> Trial:
-    """Return a simulation that measures so many requests between its filling and its end."""
+    """Return a simulation that measures `requests` requests between warm-up and tail."""
     life_s = min(analysis.figures(candidate.configuration, rate_rps).e2e_s, _LIFE_S)
     filling, tail = _SHORT_LIVES if requests <= _SHORT_REQUESTS else _LONG_LIVES
     count = requests + round(rate_rps * life_s * (filling + tail))

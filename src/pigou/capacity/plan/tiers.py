@@ -144,7 +144,7 @@ def recurring_tokens(requests: Sequence[RequestSpec]) -> float:
 
 
 def hit_rate_within(requests: Sequence[RequestSpec], tokens: float) -> float:
-    """Return the share of prompt tokens that one LRU cache of so many tokens holds, in order."""
+    """Return the share of prompt tokens hit in one LRU cache of `tokens` tokens, in order."""
     cache: OrderedDict[tuple[int, int], float] = OrderedDict()
     held = hits = total = 0.0
     for spec in requests:

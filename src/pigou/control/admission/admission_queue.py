@@ -25,7 +25,7 @@ _MAX_SHED = 8
 _NOBODY: frozenset[str] = frozenset()
 #: Departures in the window.
 _WINDOW = 64
-#: Silence of so many mean gaps lowers the rate: gaps this long are rare (5% of Poisson's).
+#: Mean gaps of silence that lower the rate: such gaps are rare (5% of Poisson's).
 _SILENCE = 3.0
 MIN_RETRY = SECOND
 MAX_RETRY = 60 * SECOND

@@ -147,8 +147,7 @@ class Shortest(QueueOrder):
 class EdfParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `Edf`."""
 
-    # a request without a deadline, or that has missed it, is treated as if it wanted its first
-    # token so many milliseconds after it was queued.
+    # assumed time to the first token, from queueing, of requests without a deadline or past it.
     patience_ms: int = 10_000
 
     def __post_init__(self) -> None:

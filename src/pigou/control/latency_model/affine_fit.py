@@ -29,8 +29,7 @@ _MIN_MEDIAN, _FIRST_MEDIAN = 1e-3, 0.25
 _PRIOR_TOKENS = (16.0, 4096.0)
 #: Observations that count half.
 _HALF_LIFE = 32.0
-#: An observation counts as if it took at most so many times what was expected.
-_MAX_RATIO = 8.0
+_MAX_RATIO = 8.0  # cap of an observation over its expectation
 #: Nanoseconds without an observation after which the prior is added again.
 _FORGIVE_NS = 60 * SECOND
 #: Seconds that a fetch takes at least.
@@ -153,7 +152,7 @@ class FetchFit:
         return self._law if self._observed else PRIOR_FETCH
 
     def observe(self, tokens: float, seconds: float, now: int) -> None:
-        """Add a fetch of so many tokens."""
+        """Add an observed fetch."""
         base, token = self._law
         max_s = _MAX_RATIO * max(base + token * tokens, _MIN_FETCH_S)
         self._add(tokens, min(max(seconds, _MIN_FETCH_S), max_s))

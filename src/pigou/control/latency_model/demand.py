@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from pigou.compiled import bare_kernel
 from pigou.request import SECOND
 
-#: A worker's rate of arrivals is a mean over about so many seconds.
+#: Averaging time of a worker's arrival rate, in seconds.
 RATE_S = 10.0
-#: The fleet's rate is a mean over about so many gaps: it is known at once, at any rate.
+#: Averaging window of the fleet's arrival rate, in gaps: it is known at once, at any rate.
 _RATE_GAPS = 128.0
-#: A gap counts for at most so many seconds: a quiet night says nothing of tomorrow's rate.
+#: Cap of a gap, in seconds: a quiet night says nothing of tomorrow's rate.
 _MAX_GAP_S = 10.0
 #: Seconds of the gap that is assumed before the first; it counts as one.
 _FIRST_GAP_S = 0.5
@@ -99,7 +99,7 @@ class PromptSizes:
         self._observed = 0
 
     def observe(self, tokens: float, pairs: float) -> None:
-        """Add a prompt of so many uncached tokens and pairs."""
+        """Add a prompt by its uncached tokens and pairs."""
         keep = self._keep
         self._weight = keep * self._weight + 1.0
         self._tokens = keep * self._tokens + tokens

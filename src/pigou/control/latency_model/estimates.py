@@ -134,7 +134,7 @@ class Estimates:
     def service(
         self, rows: NDArray[np.integer], tokens: Numbers, prompt: float | Numbers
     ) -> Numbers:
-        """Return the seconds of prompts with so many uncached tokens, (rows,)."""
+        """Return the seconds of prompts with `tokens` uncached tokens, (rows,)."""
         service: Numbers = self.prefill_base[rows] + self.prefill_token[rows] * tokens
         service += self.prefill_pair[rows] * pairs(tokens, prompt)
         return service
@@ -148,7 +148,7 @@ class Estimates:
         return work
 
     def transfer(self, rows: NDArray[np.integer], tokens: Numbers) -> Numbers:
-        """Return the seconds to transfer so many tokens to the workers, (rows,)."""
+        """Return the seconds to transfer tokens to the workers, (rows,)."""
         seconds: Numbers = self.transfer_base[rows] + self.transfer_token[rows] * tokens
         return seconds
 
@@ -282,7 +282,7 @@ class MedianWorker:
         ]
 
     def prompt(self, uncached: int, pairs: int) -> float:
-        """Return the seconds of a prompt with so many uncached tokens and pairs."""
+        """Return the seconds of a prompt with these uncached tokens and pairs."""
         if not self._laws:
             return math.nan
         seconds = (base + token * uncached + pair * pairs for base, token, pair in self._laws)

@@ -52,8 +52,7 @@ _MAX_STREAMS = 256.0
 _DOUBLING_TOKENS = 20_000.0
 #: Tokens below which a transfer tells nothing of the tokens of longer ones.
 _SHORT = 256
-#: Rates of arrival are as of at most so many nanoseconds ago.
-_MAX_AGE_NS = SECOND // 100
+_MAX_AGE_NS = SECOND // 100  # maximum age of arrival rates
 #: Prompts of one report of another gateway that count: the rates remember no more.
 _MAX_PEER_PROMPTS = 128
 

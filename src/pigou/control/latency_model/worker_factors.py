@@ -18,7 +18,7 @@ Nanos: TypeAlias = NDArray[np.int64]
 #: Fields of `Evidence`: kernels are called with a plain tuple, which costs less to hand over.
 EvidenceArrays: TypeAlias = tuple[Numbers, Numbers, Numbers, Nanos]
 
-#: Evidence of a worker counts half after so many seconds: one that is avoided is tried again.
+#: Half-life of a worker's evidence in seconds: a worker that is avoided is tried again.
 _HALF_LIFE_S = 60.0
 #: An observation moves a mean by at most this much, in logarithms.
 _MAX_STEP = 0.5

@@ -12,7 +12,7 @@ import msgspec
 from pigou.control.peers.bookings import TenantService, growth
 from pigou.request import SECOND
 
-#: Nanoseconds between two updates, for each so many tenants of all gateways.
+#: Nanoseconds between two updates, for each 64 tenants of all gateways.
 _UPDATE_NS, _ROWS = SECOND // 100, 64
 #: Seconds over which a tenant's service for each second of a stream is averaged.
 _WINDOW_S = 10.0

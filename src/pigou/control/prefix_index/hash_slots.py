@@ -42,18 +42,18 @@ _min_slots = inlined(_slots_for)
 
 @inlined
 def crowded(slots: Words, rows: int, per_row: int) -> bool:
-    """True if so many rows need more slots."""
+    """True if `rows` rows need more slots."""
     size: int = slots.shape[0]
     return size < _min_slots(rows, per_row)
 
 
 def new_slots(rows: int, per_row: int) -> Words:
-    """Return empty slots for so many rows, at least 1."""
+    """Return empty slots for `rows` rows, at least 1."""
     return np.zeros(1 << (_slots_for(rows, per_row) - 1).bit_length(), dtype=np.uint64)
 
 
 def grow_slots(slots: Words, rows: int, per_row: int) -> Words:
-    """Return slots with room for so many rows: these, or a larger copy."""
+    """Return slots with room for `rows` rows: these, or a larger copy."""
     if _slots_for(rows, per_row) <= len(slots):
         return slots
     more = new_slots(rows, per_row)

@@ -23,8 +23,8 @@ class PullQueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     # `price` takes the prompt whose claim is worth most; `fifo` the head.
     order: ClaimOrder = "price"
-    # a claim ends once it has so many tokens to compute: the smallest batch that saturates a
-    # worker. 1 takes one prompt at a time, as Dynamo's first design.
+    # uncached tokens that end a claim: the smallest batch that saturates a worker. 1 takes one
+    # prompt at a time, as Dynamo's first design.
     batch_tokens: int = 512
     batch_wait_ms: float = 2.0  # wait of a worker to fill its batch
     max_bypass: int = 8  # times that a prompt can be overtaken

@@ -218,7 +218,7 @@ class ModelSpec(Typed, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """Its name as a label's value and a part of objects' names."""
+        """Name as a label's value, and as a part of objects' names."""
         return name_label(self.name)
 
     def limits(self, replicas: dict[str, int]) -> tuple[int, int]:

@@ -104,7 +104,7 @@ class NatsBus:
         return self._client is None or self._client.is_closed
 
     async def connect(self, take: Callable[[bytes], None], again: Callable[[], None]) -> None:
-        """As of `PeerBus`."""
+        """See `PeerBus`."""
         from nats.errors import Error
 
         async def reconnected() -> None:
@@ -124,12 +124,12 @@ class NatsBus:
             raise BusError(f"{self._address}: {error or type(error).__name__}") from error
 
     async def publish(self, topic: str, data: bytes) -> None:
-        """As of `PeerBus`."""
+        """See `PeerBus`."""
         if self._client is not None and self._client.is_connected:
             await self._client.publish(f"{self._subject}.{topic}", data)
 
     async def close(self) -> None:
-        """As of `PeerBus`."""
+        """See `PeerBus`."""
         client, self._client = self._client, None
         if client is not None:
             with suppress(Exception):

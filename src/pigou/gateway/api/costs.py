@@ -124,9 +124,9 @@ def cost_families(meter: CostMeter) -> Iterator[Metric]:
         yield counter_family("pigou_cost_marginal_usd", text, marginal, *who)
     for name, text, value in (
         ("pigou_cost_fleet_usd", "Dollars of all workers that were up.", bill.usd),
-        ("pigou_cost_idle_usd", "Of those, dollars of idle GPU time.", bill.idle_usd),
+        ("pigou_cost_idle_usd", "Dollars of idle GPU time.", bill.idle_usd),
         ("pigou_energy_fleet_joules", "Energy of all workers.", bill.joules),
-        ("pigou_energy_idle_joules", "Of that, energy of idle GPU time.", bill.idle_joules),
+        ("pigou_energy_idle_joules", "Energy of idle GPU time.", bill.idle_joules),
     ):
         yield counter_family(name, text, value)
     hourly = sum(worker.rate.usd_per_s for worker in meter.workers.values()) * 3600.0

@@ -130,7 +130,7 @@ class RequestQuota:
             max_running = self._usage.limits.sequences
             raise APIError(
                 429,
-                f"limits.sequences of this API key is {max_running}: so many run, and this request "
+                f"limits.sequences of this API key is {max_running}: all run, and this request "
                 f"waited {timeout_s:g} s for one of them to end; send fewer at once.",
                 retry_after=_RETRY_AFTER_S,
             ) from None

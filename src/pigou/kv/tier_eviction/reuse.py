@@ -16,7 +16,7 @@ Table = NDArray[np.float64]
 FIRST_S = 0.5
 GROWTH = 2.0
 BINS = 20
-#: Repeated uses within so many nanoseconds count once: requests of one burst, and offers of one
+#: Nanoseconds within which repeated uses count once: requests of one burst, and offers of one
 #: chain block by block.
 AT_ONCE = SECOND // 2
 _EDGES = FIRST_S * GROWTH ** np.arange(BINS)

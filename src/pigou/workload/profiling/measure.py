@@ -461,7 +461,7 @@ class Measuring:
 
 @dataclass
 class _Pace:
-    """How streams are measured: for so many steps, after so many in which they start."""
+    """Steps to measure streams for, after `lead` steps in which they start."""
 
     steps: int
     lead: int
