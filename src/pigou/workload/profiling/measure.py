@@ -193,7 +193,7 @@ class Pace:
         self._done += steps
 
     def skipped(self, steps: float) -> None:
-        """So many steps of each round are left out."""
+        """Steps of each round that are left out."""
         self._round_steps -= steps
 
     def round_over(self) -> None:
