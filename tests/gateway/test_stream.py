@@ -133,6 +133,17 @@ async def test_a_stock_worker_takes_over_at_a_whole_character(
         await fleet.settle()
 
 
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("k", range(1, TOKENS))
+async def test_a_stock_worker_takes_over_from_one_of_pigou(k: int, chat: bool) -> None:
+    own = Stub("own", script=Script(die_after=k, times=1))
+    async with serving(own, Stub("stock", stock=True)) as fleet:
+        for _ in range(4):  # the router sends the first of them, or the second, to `own`
+            check(await events(fleet, chat), chat)
+        assert own.script.times == 0
+        await fleet.settle()
+
+
 @pytest.mark.parametrize(
     "field",
     [{"stop": ["zz"]}, {"presence_penalty": 1.0}, {"response_format": {"type": "json_object"}},

@@ -57,7 +57,6 @@ class Relay(StreamCount):
         self._reader = Reader()
         self._idle_events = 0
         self._stock = False
-        self._full = True
         self._limit = run.parsed.token_limit or _MAX_TOKENS
         self._texts = 0
         self._pending = 0
@@ -79,7 +78,6 @@ class Relay(StreamCount):
         self._drop_reader()
         self._idle_events = self._texts = 0
         self._stock = stock
-        self._full = stock or not self.state.begun or not self.run.parsed.single
         self._fast_path = self._ready = None
         self._fast_paths = 0
         if self.state.begun:
@@ -104,7 +102,7 @@ class Relay(StreamCount):
         tokens.append(token)
         self.counted += 1
         self._idle_events = 0
-        if text and self._stock:
+        if text:
             self.state.shown = len(tokens)
         return data if self.run.parsed.wants_ids else bare
 
@@ -190,39 +188,16 @@ class Relay(StreamCount):
             raise WorkerFailed("garbage", "the worker sent an event with a line break in its data")
         if is_deep(payload) or payload.count(b"{") > _MAX_OBJECTS:
             raise WorkerFailed("garbage", "the worker sent a chunk nested too deeply or too wide")
-        if self._full:
-            return self._take_full(payload)
         chunk, payload = reply_parsing.chunk(payload)
-        if chunk.error:
-            raise _error(chunk.error, payload)
-        if not chunk.choices and not reply_parsing.given(chunk.usage):
-            return b"" if chunk.nvext is None else payload
-        payload = self._cached(payload, chunk.usage)
-        has_ids = self._count(chunk)
-        if chunk.nvext is not None:
-            payload = self._extended(payload, chunk.nvext)
-        if self._migrated is not None:
-            return self._migrated.fit(payload)
-        if self._learns and chunk.nvext is None:
-            self._learn(payload, chunk.choices)
-        if has_ids and not self.run.parsed.wants_ids:
-            return reply_parsing.without_ids(payload, False)
-        return payload
-
-    def _take_full(self, payload: bytes) -> bytes:
-        """Process a chunk with prompt ids or relevant text."""
-        chunk, payload = reply_parsing.full_chunk(payload)
         if chunk.error:
             raise _error(chunk.error, payload)
         if not chunk.choices and not reply_parsing.given(chunk.usage) and chunk.nvext is None:
             return b""
-        payload = self._cached(payload, chunk.usage)
         state = self.state
+        payload = self._cached(payload, chunk.usage)
         has_ids = self._count(chunk)
         if chunk.nvext is not None:
-            payload = self._extended(payload, chunk.nvext)
-        if any(choice.shown for choice in chunk.choices):
-            state.shown = len(state.tokens)
+            payload = reply_parsing.without_extension(payload)
         if self._migrated is not None:
             return self._migrated.fit(payload)
         if self._learns and chunk.nvext is None and chunk.choices and chunk.choices[0].shown:
@@ -231,7 +206,6 @@ class Relay(StreamCount):
         if state.head is None:
             state.head = chunk.head()
             self._keep(prompt)
-            self._full = self._stock or not self.run.parsed.single
             self._fast_paths = _MAX_FAST_PATHS if self.run.parsed.single else 0
         if (has_ids or prompt) and not self.run.parsed.wants_ids:
             return reply_parsing.without_ids(payload, bool(prompt))
@@ -243,25 +217,32 @@ class Relay(StreamCount):
             return payload
         return with_cached_tokens(payload, cached)
 
-    def _count(self, chunk: reply_parsing.RelayChunk | reply_parsing.FullChunk) -> bool:
-        """Record tokens and ends; return True if there are token ids."""
-        has_ids, choices = False, chunk.choices
-        tells = chunk.nvext is not None and bool(chunk.nvext.completion_token_ids)
+    def _count(self, chunk: reply_parsing.RelayChunk) -> bool:
+        """Record tokens, ends and what is shown; return True if choices have token ids."""
+        has_ids = is_shown = False
+        state, choices = self.state, chunk.choices
+        told = None if chunk.nvext is None else chunk.nvext.completion_token_ids
         for choice in choices:
             if choice.finish_reason:
                 if choice.finish_reason in _GAVE_UP:
                     raise WorkerFailed(choice.finish_reason, "the worker gave the request up")
-                self.state.finish = choice.finish_reason
+                state.finish = choice.finish_reason
+            shown = choice.shown
+            is_shown = is_shown or bool(shown)
             if choice.token_ids:
                 has_ids = True
                 self._add(choice.token_ids)
-            elif choice.shown and not tells:
+            elif shown and not told:
                 self._texts += 1
-                self.state.untold = True
+                state.untold = True
         if self._texts > self._limit + _FLUSHED_TEXTS * len(choices):
             raise TooManyTokens(self._limit)
+        if told:
+            self._add(told)
+        if is_shown:
+            state.shown = len(state.tokens)
         if not choices:
-            self.state.usage = True
+            state.usage = True
         return has_ids
 
     def _add(self, ids: list[int]) -> None:
@@ -277,12 +258,6 @@ class Relay(StreamCount):
         except OverBudget as error:
             raise WorkerFailed("garbage", f"the worker sent too long a prompt: {error}") from None
         self.state.prompt = prompt
-
-    def _extended(self, payload: bytes, extension: reply_parsing.DynamoExtension) -> bytes:
-        """Record token ids from a Dynamo frontend; return the client's bytes."""
-        if extension.completion_token_ids:
-            self._add(extension.completion_token_ids)
-        return reply_parsing.without_extension(payload)
 
 
 def _error(error: dict[str, Any], payload: bytes) -> WorkerFailed | Rejected:

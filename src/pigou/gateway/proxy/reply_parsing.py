@@ -41,6 +41,7 @@ class ChunkChoice(msgspec.Struct):
     text: str = ""
     delta: Delta = msgspec.field(default_factory=Delta)
     token_ids: list[int] | None = None
+    prompt_token_ids: msgspec.Raw = ABSENT
     finish_reason: str | None = None
 
     @property
@@ -58,25 +59,10 @@ class DynamoExtension(msgspec.Struct):
 class RelayChunk(msgspec.Struct):
     """A chunk or an error."""
 
-    choices: list[ChunkChoice] = []
-    usage: msgspec.Raw = ABSENT
-    nvext: DynamoExtension | None = None
-    error: dict[str, Any] | None = None
-
-
-class FullChunkChoice(ChunkChoice):
-    """A choice with the fields of a stream's first chunk."""
-
-    prompt_token_ids: msgspec.Raw = ABSENT
-
-
-class FullChunk(msgspec.Struct):
-    """A chunk with the prompt's ids and its text."""
-
     id: str = ""
     created: int = 0
     model: str = ""
-    choices: list[FullChunkChoice] = []
+    choices: list[ChunkChoice] = []
     usage: msgspec.Raw = ABSENT
     nvext: DynamoExtension | None = None
     prompt_token_ids: msgspec.Raw = ABSENT
@@ -89,11 +75,10 @@ class FullChunk(msgspec.Struct):
     def prompt(self) -> bytes:
         """Return the prompt's ids from wherever they are; empty if absent."""
         places = [self.prompt_token_ids, *(choice.prompt_token_ids for choice in self.choices)]
-        return next((bytes(raw) for raw in places if given(raw)), b"")
+        return next((bytes(raw) for raw in places if raw is not ABSENT and given(raw)), b"")
 
 
 _chunk = msgspec.json.Decoder(RelayChunk).decode
-_full_chunk = msgspec.json.Decoder(FullChunk).decode
 
 
 def chunk(payload: bytes) -> tuple[RelayChunk, bytes]:
@@ -101,17 +86,8 @@ def chunk(payload: bytes) -> tuple[RelayChunk, bytes]:
     try:
         return _chunk(payload), payload
     except msgspec.ValidationError:
-        value = normalized(payload)
-        return msgspec.convert(value, RelayChunk), msgspec.json.encode(value)
-
-
-def full_chunk(payload: bytes) -> tuple[FullChunk, bytes]:
-    """Parse a chunk with the prompt's ids and text; raise as `chunk`."""
-    try:
-        return _full_chunk(payload), payload
-    except msgspec.ValidationError:
         payload = msgspec.json.encode(normalized(payload))
-        return _full_chunk(payload), payload
+        return _chunk(payload), payload
 
 
 def without_ids(payload: bytes, prompt: bool) -> bytes:
