@@ -22,7 +22,7 @@ from pigou.gateway.prompt_reader import (
     PromptReader,
     PromptTokenizer,
     TokenizationMode,
-    first_prompt,
+    text_or_ids,
 )
 from pigou.gateway.proxy.upstream import Engine
 from pigou.gateway.request import GatewayRun
@@ -236,5 +236,5 @@ def test_both_ways_of_the_backend_give_the_same_tokens(text: str, special: bool)
 
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=40))
 def test_the_first_of_several_prompts_is_read(ids: list[int]) -> None:
-    assert first_prompt(ids) == first_prompt([ids, [1]]) == ids
-    assert first_prompt(["a", "b"]) == first_prompt("a") == "a"
+    assert text_or_ids(ids) == text_or_ids([ids, [1]]) == ids
+    assert text_or_ids(["a", "b"]) == text_or_ids("a") == "a"

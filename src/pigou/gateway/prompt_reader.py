@@ -18,7 +18,7 @@ from pigou.control.prefix_index.block_keys import chain, token_array
 from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.proxy.upstream import Engine, Upstream
 from pigou.gateway.request import Body, BodyFields, GatewayRun
-from pigou.gateway.request_parsing import digest
+from pigou.gateway.request_parsing import digest, first_prompt
 from pigou.request import BlockKeys
 from pigou.text.chat_template import ChatError, ChatTemplate, parse_call
 from pigou.text.model_files import find_tokenizer
@@ -99,7 +99,7 @@ class PromptTokenizer:
     def prompt_of(self, fields: BodyFields, *, chat: bool, stock: bool) -> str | list[int]:
         """Return the (first) prompt's text or ids; raises `NotTokenizable`."""
         if not chat:
-            return first_prompt(fields.prompt)
+            return text_or_ids(fields.prompt)
         if fields.prompt_token_ids and not stock:
             return fields.prompt_token_ids
         if self.template is None or fields.chat_template is not None:
@@ -131,10 +131,9 @@ class PromptTokenizer:
             raise NotTokenizable(f"messages: {error!r}") from error
 
 
-def first_prompt(prompt: Any) -> str | list[int]:
+def text_or_ids(prompt: Any) -> str | list[int]:
     """Return the first prompt of a completion, text or ids; raise `NotTokenizable`."""
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        prompt = prompt[0]
+    prompt = first_prompt(prompt)
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
@@ -232,9 +231,7 @@ class PromptReader:
             return
         if run.trace is not None:
             run.trace.phase("hash")
-        prompt = run.parsed.fields.prompt
-        several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
-        run.prompt_tokens = max(1, tokens_of_prompt.count, run.prompt_tokens if several else 0)
+        run.prompt_tokens = max(1, tokens_of_prompt.count)
         if not run.parsed.fields.scores_prompt(run.parsed.chat):
             run.keys = tokens_of_prompt.keys
         if tokens_of_prompt.ids is not None:
@@ -246,7 +243,9 @@ class PromptReader:
     ) -> _PromptTokens:
         fields, chat = run.parsed.fields, run.parsed.chat
         sizes = {up.worker.block_size for up in upstreams}
-        source = None if chat else _first(fields.prompt)
+        source = run.parsed.prompts[0]
+        if not chat and not isinstance(source, str | list):
+            raise NotTokenizable("prompt is neither text nor token ids")
         mode, tokenizer = self.mode(chat=chat), self._tokenizer
         if isinstance(source, list) or (mode is TokenizationMode.GATEWAY and tokenizer is not None):
 
@@ -363,7 +362,9 @@ def _tokenize(
     stock = any(up.engine.stock for up in upstreams)
     max_context = max((up.engine.max_model_len for up in upstreams), default=0)
     if tokenizer is None:
-        return _keyed(_cut(_ids(first_prompt(fields.prompt)), fields), run, sizes)
+        ids = text_or_ids(fields.prompt)
+        assert isinstance(ids, list)
+        return _keyed(_cut(ids, fields), run, sizes)
     source = tokenizer.prompt_of(fields, chat=chat, stock=stock)
     if run.trace is not None:
         run.trace.phase("assemble")
@@ -381,21 +382,6 @@ def _tokenize(
     if not (wanted and fields.truncate_prompt_tokens is None and 0 < len(tokens) <= max_context):
         return tokens_of_prompt
     return replace(tokens_of_prompt, ids=msgspec.Raw(msgspec.json.encode(tokens)))
-
-
-def _first(prompt: Any) -> str | list[Any]:
-    """Return the first prompt of a completion, ids unchecked."""
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        prompt = prompt[0]
-    if not isinstance(prompt, str | list):
-        raise NotTokenizable("prompt is neither text nor token ids")
-    return prompt
-
-
-def _ids(prompt: str | list[int]) -> list[int]:
-    if isinstance(prompt, str):
-        raise NotTokenizable("there is no tokenizer")
-    return prompt
 
 
 def _cut(tokens: list[int], fields: BodyFields) -> list[int]:

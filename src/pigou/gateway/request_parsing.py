@@ -165,7 +165,7 @@ def read(
         overrides=overrides or {},
         unknown=unknown,
         choices=choices,
-        prompts=fields.prompt if prompts > 1 else (None,) if chat else _prompts(fields.prompt),
+        prompts=fields.prompt if prompts > 1 else (None if chat else first_prompt(fields.prompt),),
         adapter=adapter(fields.model),
     )
 
@@ -186,10 +186,10 @@ def _prompt_size(prompt: Any) -> tuple[int, int]:
     return len(prompt), sum(sizes)
 
 
-def _prompts(prompt: Any) -> tuple[Any, ...]:
-    """Return a request's only prompt, unwrapped from a list."""
-    is_list = isinstance(prompt, list) and not isinstance(prompt[0], int)
-    return (prompt[0] if is_list else prompt,)
+def first_prompt(prompt: Any) -> Any:
+    """Return the first of several prompts, or the only one."""
+    is_list = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    return prompt[0] if is_list else prompt
 
 
 def _chat_size(fields: BodyFields) -> int:

@@ -206,10 +206,7 @@ class GenerationAPI:
 
     def _advice(self, run: GatewayRun) -> str:
         """Return advice on a request's first prompt."""
-        prompt = run.parsed.fields.prompt
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            prompt = prompt[0]
-        body = {"prompt": prompt}
+        body = {"prompt": run.parsed.prompts[0]}
         if run.parsed.chat:
             messages = memoryview(run.parsed.fields.messages)
             if len(messages) > _MAX_ADVICE_BYTES:
