@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds
 from pigou.config_option import option
 from pigou.tracing.config import TracingConfig
 from pigou.wire.names import is_loopback
@@ -154,8 +154,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it must be in [0, 65535]")
         for name in ("max_body", "max_line", "max_header", "max_headers"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            check_bounds(name, getattr(self, name), ge=1)
         if not 0 <= self.client_timeout < float("inf"):
             raise ConfigError(
                 f"client_timeout is {self.client_timeout}; it must be 0 or more seconds"
@@ -178,8 +177,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def _check_connections(self) -> None:
         for name in ("max_connections", "max_peer_connections"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+            check_bounds(name, getattr(self, name), ge=0)
         for name in ("head_timeout", "keepalive"):
             if not 0 < getattr(self, name) <= 86_400:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be in (0, 86400]")

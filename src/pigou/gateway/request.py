@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from pigou.control.messages import Choice
-from pigou.gateway.auth.keys import RequestQuota
+from pigou.gateway.auth.keys import NO_QUOTA, RequestQuota
 from pigou.gateway.failure import Rejected
 from pigou.gateway.proxy.reply_parsing import ABSENT
 from pigou.objectives import Objectives, Slo
@@ -174,7 +174,7 @@ class GatewayRun:
     choice: Choice | None = None  # the workers that it was sent to last; None before
     held: int = 0  # sequences of the same request that are still to be sent
     held_tokens: int = 0
-    quota: RequestQuota | None = field(default=None, repr=False)  # share of the key's limits
+    quota: RequestQuota = field(default=NO_QUOTA, repr=False)  # share of the key's limits
     on_route: Callable[[Choice], None] | None = field(default=None, repr=False)
     overflow: str = ""  # the model that was asked for, where another one serves it
     advice: str = ""  # on the beginning of its prompt, where its client asked for some

@@ -137,10 +137,9 @@ class GenerationAPI:
                 traced.take(run)
             return await self.serve(request, run, fallback)
         data = await gateway.off_loop(data, partial(with_model, data, model.name))
-        with gateway.key_loads.accepted(key.digest, key.limits, *run.load) as run.quota:
-            if run.quota is not None:
-                await run.quota.take(run.parsed.id, model.plane_driver.queue_timeout_s)
-                run.quota.sent()
+        with gateway.key_loads.accepted(key, *run.load) as run.quota:
+            await run.quota.take(run.parsed.id, model.plane_driver.queue_timeout_s)
+            run.quota.sent()
             sent = self.fleets.forward(request, data, run, overflow)
             if traced is None:
                 return await sent
@@ -156,7 +155,7 @@ class GenerationAPI:
                 gateway.startup.check(model.decodes)
             driver.check_deadline(run.parsed.deadline_ms)
             with (
-                gateway.key_loads.accepted(key.digest, key.limits, *run.load) as run.quota,
+                gateway.key_loads.accepted(key, *run.load) as run.quota,
                 driver.meter.metering(run, request.headers),
             ):
                 if run.parsed.single and driver.prompts is not None:

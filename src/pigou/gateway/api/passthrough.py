@@ -66,7 +66,7 @@ class Passthrough:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway, self._models, self._config = gateway, gateway.routing, gateway.config
-        self._usage, self._routes = gateway.key_loads, gateway.server_routes
+        self._routes = gateway.server_routes
         self._owners: OrderedDict[str, tuple[str, str]] = OrderedDict()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -103,7 +103,7 @@ class Passthrough:
         if request.method != "POST":
             server = min(servers, key=lambda up: up.inflight)
             return await self._passed(request, run, server, data, plane_driver)
-        with self._usage.accepted(key.digest, key.limits, *run.load) as run.quota:
+        with self._gateway.key_loads.accepted(key, *run.load) as run.quota:
             return await self._admitted(request, run, servers, data, model)
 
     async def _admitted(
@@ -119,14 +119,12 @@ class Passthrough:
                 others = plane_driver.upstreams.keys() - left
                 eligible = frozenset(left if others else ())
                 start_ns = time.monotonic_ns()
-                if run.quota is not None:
-                    await run.quota.take(run.parsed.id, plane_driver.queue_timeout_s)
+                await run.quota.take(run.parsed.id, plane_driver.queue_timeout_s)
                 route = await plane_driver.decide(run.request(eligible=eligible), frozenset())
                 metrics.stages.queue_wait.observe((time.monotonic_ns() - start_ns) / SECOND)
                 if isinstance(route, Shed):
                     raise busy(route)
-                if run.quota is not None:
-                    run.quota.sent()
+                run.quota.sent()
                 upstream = plane_driver.upstreams.get(route.choice.decode)
                 left.discard(route.choice.decode)
                 if upstream is None:
@@ -145,8 +143,7 @@ class Passthrough:
             raise
         finally:
             plane_driver.end(run.parsed.id, reason)
-            if run.quota is not None:
-                run.quota.ended(run.parsed.id)
+            run.quota.ended(run.parsed.id)
 
     async def _passed(
         self, request: web.Request, run: GatewayRun, upstream: Upstream, data: Any,

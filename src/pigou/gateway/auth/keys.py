@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import re
 import secrets
-from collections import deque
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds
 from pigou.gateway.auth.tenure import OPEN_POLICY, KeyPolicy, TenureChoices, TenureDefaults
 from pigou.small_file import read_text
 from pigou.wire.errors import APIError
@@ -43,10 +43,7 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         """Raise `ConfigError`, which begins with `where`, for a negative limit."""
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if value < 0:
-                raise ConfigError(
-                    f"{where}: limits.{name} is {value}; it must be at least 0, which is no limit"
-                )
+            check_bounds(f"{where}: limits.{name}", value, ge=0, unit=", which is no limit")
 
 
 class KeyLoad:
@@ -54,21 +51,11 @@ class KeyLoad:
 
     def __init__(self, limits: KeyLimits) -> None:
         self.limits = limits
-        self.running = self.waiting = self.tokens = 0  # sequences at workers, and those accepted
-        self._turns: deque[asyncio.Future[None]] = deque()
+        self.waiting = self.tokens = 0  # sequences that wait, and their tokens
+        self.slots = asyncio.Semaphore(limits.sequences or sys.maxsize)  # of those at workers
 
-    @contextmanager
-    def accepted(self, sequences: int, tokens: int) -> Iterator[RequestQuota]:
-        """Hold `sequences` of `tokens` each as under way (context); raise `APIError` 429."""
-        self._check("queued", self.waiting, sequences)
-        self._check("queued_tokens", self.tokens, sequences * tokens)
-        quota = RequestQuota(self, sequences, tokens)
-        try:
-            yield quota
-        finally:
-            quota.close()
-
-    def _check(self, name: str, now: int, more: int) -> None:
+    def check(self, name: str, now: int, more: int) -> None:
+        """Raise `APIError` 429 if `more` is over a limit."""
         limit = getattr(self.limits, name)
         if not limit or now + more <= limit:
             return
@@ -82,38 +69,12 @@ class KeyLoad:
             retry_after=_RETRY_AFTER_S,
         )
 
-    async def _take(self) -> None:
-        """Wait until another sequence may run, first come, first served."""
-        max_running = self.limits.sequences
-        if not max_running or (self.running < max_running and not self._turns):
-            self.running += 1
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._turns.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._give()
-            else:
-                self._turns.remove(turn)
-            raise
-
-    def _give(self) -> None:
-        """Release a sequence, and wake the next."""
-        self.running -= 1
-        while self._turns and self.running < self.limits.sequences:
-            turn = self._turns.popleft()
-            if not turn.done():
-                self.running += 1
-                turn.set_result(None)
-
 
 class RequestQuota:
     """A request's share of its key's limits."""
 
-    def __init__(self, usage: KeyLoad, sequences: int, tokens: int) -> None:
-        self._usage = usage
+    def __init__(self, load: KeyLoad, sequences: int, tokens: int) -> None:
+        self._load = load
         self._tokens = tokens
         self._waiting = 0
         self._running: set[str] = set()
@@ -125,9 +86,9 @@ class RequestQuota:
             return
         try:
             async with asyncio.timeout(timeout_s):
-                await self._usage._take()
+                await self._load.slots.acquire()
         except TimeoutError:
-            max_running = self._usage.limits.sequences
+            max_running = self._load.limits.sequences
             raise APIError(
                 429,
                 f"limits.sequences of this API key is {max_running}: all run, and this request "
@@ -145,7 +106,7 @@ class RequestQuota:
         """Record the end of a sequence."""
         if call in self._running:
             self._running.discard(call)
-            self._usage._give()
+            self._load.slots.release()
 
     def close(self) -> None:
         """Release the request and all its sequences."""
@@ -155,36 +116,34 @@ class RequestQuota:
 
     def _count(self, sequences: int) -> None:
         self._waiting += sequences
-        self._usage.waiting += sequences
-        self._usage.tokens += sequences * self._tokens
+        self._load.waiting += sequences
+        self._load.tokens += sequences * self._tokens
 
 
 class KeyLoads:
     """The load of each key, by its hash."""
 
     def __init__(self) -> None:
-        self._usage: dict[bytes, KeyLoad] = {}
-
-    def of(self, digest: bytes, limits: KeyLimits) -> KeyLoad:
-        """Return a key's load."""
-        load = self._usage.get(digest)
-        if load is None or load.limits != limits:
-            load = self._usage[digest] = KeyLoad(limits)
-        return load
+        self._loads: dict[bytes, KeyLoad] = {}
 
     @contextmanager
-    def accepted(
-        self, digest: bytes, limits: KeyLimits, sequences: int, tokens: int
-    ) -> Iterator[RequestQuota | None]:
-        """Hold a request within its key's limits (context); raise `APIError` 429."""
-        if limits == KeyLimits():
-            yield None
-            return
-        with self.of(digest, limits).accepted(sequences, tokens) as quota:
+    def accepted(self, key: Key, sequences: int, tokens: int) -> Iterator[RequestQuota]:
+        """Hold `sequences` of `tokens` each as under way (context); raise `APIError` 429."""
+        load = self._loads.get(key.digest)
+        if load is None or load.limits != key.limits:
+            load = self._loads[key.digest] = KeyLoad(key.limits)
+        load.check("queued", load.waiting, sequences)
+        load.check("queued_tokens", load.tokens, sequences * tokens)
+        quota = RequestQuota(load, sequences, tokens)
+        try:
             yield quota
+        finally:
+            quota.close()
 
 
 NO_LIMITS = KeyLimits()
+#: Share of a request that was not accepted yet.
+NO_QUOTA = RequestQuota(KeyLoad(NO_LIMITS), 0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -29,19 +29,25 @@ _SPACE = " \t"
 _SECONDS = re.compile(r"[0-9]{1,10}", re.ASCII)
 #: Ends a name that stands for all names that begin so; alone, for any.
 ANY = "*"
+_Text = TypeVar("_Text")
+_Set = TypeVar("_Set")
 
 
-class TenureDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Default tenure fields; `ttl` is in seconds."""
-
-    principal: str | None = None
-    release: str | None = None
-    template: str | None = None
-    corpus: str | None = None
-    safety: str | None = None
-    permissions: frozenset[str] | None = None
-    tools: frozenset[str] | None = None
+class _TenureFields(
+    msgspec.Struct, Generic[_Text, _Set], frozen=True, forbid_unknown_fields=True, kw_only=True
+):
+    principal: _Text | None = None
+    release: _Text | None = None
+    template: _Text | None = None
+    corpus: _Text | None = None
+    safety: _Text | None = None
+    permissions: _Set | None = None
+    tools: _Set | None = None
     ttl: int | None = None
+
+
+class TenureDefaults(_TenureFields[str, frozenset[str]], frozen=True, kw_only=True):
+    """Default tenure fields; `ttl` is in seconds."""
 
 
 class TenureHeaders(TenureDefaults, frozen=True, kw_only=True):
@@ -118,20 +124,11 @@ def _seconds(field: str, value: str) -> int:
     return int(value)
 
 
-class TenureChoices(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TenureChoices(_TenureFields[tuple[str, ...], tuple[str, ...]], frozen=True, kw_only=True):
     """Values that a request may set for each field; None if it must not.
 
     `NAME*` allows all names with that prefix. `ttl` is the maximum of seconds until expiry.
     """
-
-    principal: tuple[str, ...] | None = None
-    release: tuple[str, ...] | None = None
-    template: tuple[str, ...] | None = None
-    corpus: tuple[str, ...] | None = None
-    safety: tuple[str, ...] | None = None
-    permissions: tuple[str, ...] | None = None
-    tools: tuple[str, ...] | None = None
-    ttl: int | None = None
 
 
 class KeyPolicy(msgspec.Struct, frozen=True, kw_only=True):

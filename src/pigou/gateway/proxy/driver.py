@@ -222,8 +222,7 @@ class RequestDriver(ABC):
         self._plane_driver.end(run.parsed.id, end.finish)
         if run.choice is not None:
             run.stats.worker = run.choice.decode
-        if run.quota is not None:
-            run.quota.ended(run.parsed.id)
+        run.quota.ended(run.parsed.id)
 
     def _count_end(self) -> None:  # noqa: B027
         """Count a stream's tokens at its end; whole replies are counted on arrival."""
@@ -250,10 +249,9 @@ class RequestDriver(ABC):
         parsed, plane_driver = run.parsed, self._plane_driver
         if step.cause:
             self._count_move(step.cause)
-        if quota is not None:
-            # Further sequences of a request were accepted with its first one.
-            follows = parsed.group not in ("", parsed.id)
-            await quota.take(parsed.id, None if follows else plane_driver.queue_timeout_s)
+        # Further sequences of a request were accepted with its first one.
+        follows = parsed.group not in ("", parsed.id)
+        await quota.take(parsed.id, None if follows else plane_driver.queue_timeout_s)
         exclude = step.exclude
         if exclude and step.cause != RECALLED:
             exclude = plane_driver.exclude_hosts(exclude)
@@ -270,7 +268,7 @@ class RequestDriver(ABC):
         choice = run.choice = self._choice = decision.choice
         self._priority, self._transfer = decision.priority, None
         run.cached = None if choice.prefill is None else run.cached
-        if quota is not None and not step.exclude:
+        if not step.exclude:
             quota.sent()
         if run.on_route is not None:
             run.on_route(choice)
