@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 
 from pigou.control.plane import Status
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.prices import Price, game_view, json_number, worker_prices
+from pigou.gateway.prices import PRICES, Price, game_view, json_number, worker_prices
 from pigou.gateway.prompt_reader import TokenizationMode
 from pigou.metric_rows import counter_family, gauge_family
 from pigou.request import SECOND, Role
@@ -24,9 +24,6 @@ _MODE_NAMES = {
     TokenizationMode.GATEWAY: "here",
     TokenizationMode.WORKER: "worker",
 }
-#: What `/workers` shows of each of several models.
-_OF_MODEL = ("game", "tokenized", "queued", "held_sequences", "shed", "slo")
-_SUMS = ("queued", "held_sequences", "shed")
 
 
 class ChangeRefused(Exception):
@@ -217,35 +214,7 @@ class FleetStatus:
         return round(speed, 1)
 
 
-class ModelsStatus:
-    """Tables of all models as one: worker rows, sums, and figures per model."""
-
-    def __init__(self, tables: Mapping[str, tuple[FleetStatus, Sequence[str]]]) -> None:
-        self.tables = dict(tables)
-
-    def rows(self) -> list[WorkerRow]:
-        """Return the rows of all workers."""
-        return [row for table, _ in self.tables.values() for row in table.rows()]
-
-    def view(self) -> dict[str, Any]:
-        """Return the table for `/workers`; with several models, `models` has each."""
-        views = {name: table.view() for name, (table, _) in self.tables.items()}
-        first = next(iter(views.values()))
-        if len(views) == 1:
-            return first
-        sums = {name: sum(view[name] for view in views.values()) for name in _SUMS}
-        speed = sum(view["tokens_per_second"] for view in views.values())
-        models = {
-            name: {"aliases": list(self.tables[name][1])} | {key: view[key] for key in _OF_MODEL}
-            for name, view in views.items()
-        }
-        workers = [worker for view in views.values() for worker in view["workers"]]
-        shown = {"workers": workers, "tokens_per_second": round(speed, 1), "models": models}
-        return first | sums | shown
-
-
 def _priced(price: Price | None) -> dict[str, Any]:
     """Return a worker's price columns; null while it is away."""
-    names = ("toll", "itl", "social_ratio", "prefill_token", "busy", "poa", "poa_low", "poa_high",
-             "rho")  # fmt: skip
+    names = [gauge.name for gauge in PRICES if gauge.name != "memory"]
     return {name: None if price is None else json_number(getattr(price, name)) for name in names}

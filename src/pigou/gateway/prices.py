@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -17,51 +17,44 @@ from pigou.games.price_of_anarchy import Estimate
 from pigou.metric_rows import counter_family, gauge_family
 
 PARTS = ("whole", "routing", "prefill_decode", "queueing")
-#: Gauges of a worker: name, field of `Price`, help.
-_GAUGES = (
-    ("toll_seconds", "toll", "Seconds that one more stream on a worker would cost those there."),
-    ("social_ratio", "social_ratio", "Cost of one more stream to everybody over its own."),
-    (
-        "expected_itl_seconds", "itl",
-        "Seconds between tokens that a worker's law expects for one more stream.",
-    ),
-    (
-        "prefill_token_seconds", "prefill_token",
-        "Seconds that an uncached prompt token takes on a worker.",
-    ),
-    (
-        "memory_token_seconds", "memory",
-        "Seconds of prefill that a token of KV on a worker pushes out of its cache.",
-    ),
-    ("prefill_busy_ratio", "busy", "Share of its time that a worker computes prompts."),
-    (
-        "worker_poa", "poa",
-        "Observed over best seconds of the requests that a worker had a part in.",
-    ),
-    ("worker_poa_low", "poa_low", "Lower end of its 90% interval."),
-    ("worker_poa_high", "poa_high", "Upper end of its 90% interval."),
-    ("worker_rho", "rho", "Active KV blocks of a worker over its device blocks."),
-)  # fmt: skip
+
+
+def _gauge(name: str, help: str) -> Any:
+    return field(default=math.nan, metadata={"name": f"pigou_game_{name}", "help": help})
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Prices of one worker at its current load, in seconds."""
+    """Prices of one worker at its current load, with their gauges; NaN if unknown."""
 
     worker: str
-    toll: float  # cost of one more stream of expected length to those that run there
-    itl: float  # between tokens, as its law says for one more stream
-    # cost of that stream to everybody over its cost to itself; 1 when it harms nobody.
-    social_ratio: float
-    prefill_token: float  # seconds for an uncached prompt token
-    memory: float  # seconds of prefill that a token of KV there evicts
-    busy: float  # share of its time that it computes prompts
-    # observed over best seconds of the requests that it computed a part of, in the last assessment;
-    # NaN where it had none.
-    poa: float
-    rho: float  # active blocks over device blocks; NaN where it did not say how many it has
-    poa_low: float = math.nan  # ends of its interval
-    poa_high: float = math.nan
+    toll: float = _gauge(
+        "toll_seconds", "Seconds that one more stream on a worker would cost those there."
+    )
+    social_ratio: float = _gauge(
+        "social_ratio", "Cost of one more stream to everybody over its own."
+    )
+    itl: float = _gauge(
+        "expected_itl_seconds",
+        "Seconds between tokens that a worker's law expects for one more stream.",
+    )
+    prefill_token: float = _gauge(
+        "prefill_token_seconds", "Seconds that an uncached prompt token takes on a worker."
+    )
+    memory: float = _gauge(
+        "memory_token_seconds",
+        "Seconds of prefill that a token of KV on a worker pushes out of its cache.",
+    )
+    busy: float = _gauge("prefill_busy_ratio", "Share of its time that a worker computes prompts.")
+    poa: float = _gauge(
+        "worker_poa", "Observed over best seconds of the requests that a worker had a part in."
+    )
+    poa_low: float = _gauge("worker_poa_low", "Lower end of its 90% interval.")
+    poa_high: float = _gauge("worker_poa_high", "Upper end of its 90% interval.")
+    rho: float = _gauge("worker_rho", "Active KV blocks of a worker over its device blocks.")
+
+
+PRICES = fields(Price)[1:]
 
 
 def worker_prices(status: Status, streams: Sequence[int]) -> list[Price]:
@@ -164,10 +157,10 @@ def price_families(status: Status, prices: Sequence[Price]) -> Iterator[Metric]:
     ]
     text = "Parameters of the routing policy."
     yield gauge_family("pigou_game_router_parameter", text, parameters, "name")
-    for name, field, help in _GAUGES:
-        samples = [((price.worker,), getattr(price, field)) for price in prices]
+    for gauge in PRICES:
+        samples = [((price.worker,), getattr(price, gauge.name)) for price in prices]
         known = [(worker, value) for worker, value in samples if not math.isnan(value)]
-        yield gauge_family(f"pigou_game_{name}", help, known, "worker")
+        yield gauge_family(gauge.metadata["name"], gauge.metadata["help"], known, "worker")
     caching = status.caching
     if not math.isnan(caching.fleet_rho):
         text = "Active KV blocks of the fleet over its device blocks."
