@@ -23,6 +23,7 @@ from pigou.gateway.config import GatewayConfig
 from pigou.gateway.fleet_status import FleetStatus
 from pigou.gateway.gateway import Gateway
 from pigou.gateway.metrics import Metrics
+from pigou.gateway.model_routing import GatewayModel, ModelRouting
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.proxy.upstream import Engine
 from pigou.objectives import Objectives
@@ -363,9 +364,9 @@ async def serving(
     plane_driver = PlaneDriver(ControlPlane(control), objectives=objectives)
     metrics = Metrics()
     config = GatewayConfig(port=0, **limits)
-    fleet_status = FleetStatus(plane_driver, list)
+    model = GatewayModel(plane_driver, metrics, FleetStatus(plane_driver, list))
     server = GatewayServer(
-        Gateway(config, plane_driver, metrics, fleet_status, keys, 1, tracer=tracer),
+        Gateway(config, ModelRouting([model]), metrics, keys, 1, tracer=tracer),
         shutdown_s=drain_s,
     )
     try:

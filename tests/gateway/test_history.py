@@ -26,7 +26,7 @@ class Fleet:
         self.now = 1000.0
         rows = lambda: [self.row]  # noqa: E731
         fleet_status = FleetStatus(PlaneDriver(ControlPlane(ControlConfig())), rows)
-        self.history = History(fleet_status, self.metrics, rows, lambda: self.now)
+        self.history = History(fleet_status, self.metrics, [self.metrics], lambda: self.now)
 
     def step(self) -> None:
         self.now += STEP_S

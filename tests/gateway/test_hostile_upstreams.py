@@ -24,6 +24,7 @@ from pigou.gateway.config import GatewayConfig
 from pigou.gateway.fleet_status import FleetStatus
 from pigou.gateway.gateway import Gateway
 from pigou.gateway.metrics import Metrics
+from pigou.gateway.model_routing import GatewayModel, ModelRouting
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.proxy import upstream as upstreams
 from pigou.gateway.proxy.connection import HTTPConnection, HTTPConnectionError, parse_cost
@@ -327,9 +328,8 @@ async def front(answer: Callable[[int], list[Any]]) -> AsyncIterator[tuple[str, 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     plane_driver, metrics = PlaneDriver(ControlPlane(ControlConfig())), Metrics()
-    gateway = Gateway(
-        GatewayConfig(port=0), plane_driver, metrics, FleetStatus(plane_driver, list), None, 1
-    )
+    model = GatewayModel(plane_driver, metrics, FleetStatus(plane_driver, list))
+    gateway = Gateway(GatewayConfig(port=0), ModelRouting([model]), metrics, None, 1)
     try:
         async with GatewayServer(gateway, shutdown_s=0.2) as running:
             await plane_driver.up(

@@ -93,16 +93,14 @@ class Serving:
         self._server = GatewayServer(
             Gateway(
                 config=gateway,
-                plane_driver=self.plane_driver,
+                routing=self._routing(fleet.models, by_name),
                 metrics=self._metrics,
-                fleet_status=FleetStatus(self.plane_driver, self.supervisor.rows),
                 keys=keys,
                 created=int(time.time()),
                 startup=self.startup,
                 changes=OperatorChanges(self.live_fleet),
                 plan_status=self.plan_status,
                 registry=None if registered is None else registered.status,
-                models=self._routing(fleet.models, by_name),
                 tracer=open_tracer(gateway.tracing, "pigou-gateway"),
             ),
             shutdown_s=self._drain_s,
@@ -121,9 +119,10 @@ class Serving:
 
     def _routing(
         self, models: Sequence[DeclaredModel], drivers: Mapping[str, PlaneDriver]
-    ) -> ModelRouting | None:
+    ) -> ModelRouting:
         if not models:
-            return None
+            status = FleetStatus(self.plane_driver, self.supervisor.rows)
+            return ModelRouting([GatewayModel(self.plane_driver, self._metrics, status)])
         return ModelRouting([
             GatewayModel(
                 drivers[model.name], Metrics(),

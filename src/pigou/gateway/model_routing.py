@@ -9,7 +9,7 @@ import msgspec
 
 from pigou.gateway.config import Overflow
 from pigou.gateway.failure import unknown_model
-from pigou.gateway.fleet_status import FleetStatus
+from pigou.gateway.fleet_status import FleetStatus, WorkerRow
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.prompt_reader import PromptReader
@@ -19,6 +19,9 @@ from pigou.wire.errors import APIError, bad_request
 from pigou.wire.openai_replies import model_card
 from pigou.wire.openai_requests import without_bom
 
+#: What `/workers` shows of each of several models, and what it adds up.
+_OF_MODEL = ("game", "tokenized", "queued", "held_sequences", "shed", "slo")
+_SUMS = ("queued", "held_sequences", "shed")
 #: Names of models that an error lists at most.
 _MAX_LISTED = 20
 
@@ -156,6 +159,32 @@ class ModelRouting:
         return iter(self.models)
 
     @property
+    def declared(self) -> bool:
+        """True if models have names of their own."""
+        return bool(self._by_name)
+
+    def rows(self) -> list[WorkerRow]:
+        """Return the rows of all workers."""
+        return [row for model in self.models for row in model.fleet_status.rows()]
+
+    def view(self) -> dict[str, Any]:
+        """Return the table for `/workers`; with several models, `models` has each."""
+        views = {model.name: model.fleet_status.view() for model in self.models}
+        first = next(iter(views.values()))
+        if not self.several:
+            return first
+        sums = {name: sum(view[name] for view in views.values()) for name in _SUMS}
+        speed = sum(view["tokens_per_second"] for view in views.values())
+        models = {
+            model.name: {"aliases": list(model.aliases)}
+            | {key: views[model.name][key] for key in _OF_MODEL}
+            for model in self.models
+        }
+        workers = [worker for view in views.values() for worker in view["workers"]]
+        shown = {"workers": workers, "tokens_per_second": round(speed, 1), "models": models}
+        return first | sums | shown
+
+    @property
     def several(self) -> bool:
         """True for more than one model."""
         return len(self.models) > 1
@@ -174,7 +203,7 @@ class ModelRouting:
         """Return the model of a name, None for the only one; raise `APIError` 400 or 404."""
         if name is None and self.several:
             raise bad_request(f"model is missing; it must be one of {self._listed()}.", "model")
-        if not self._by_name:
+        if not self.declared:
             self._check_reported(name)
             return self.models[0]
         if name is None:
@@ -195,7 +224,7 @@ class ModelRouting:
 
         Without declared models, or for a malformed body, it is the first with an empty name.
         """
-        if not self._by_name:
+        if not self.declared:
             return self.models[0], ""
         try:
             field = _model_field.decode(without_bom(data))
@@ -206,7 +235,7 @@ class ModelRouting:
 
     def check(self, name: str | None) -> None:
         """Raise `APIError` 404 for a name unknown to all workers, without declared models."""
-        if not self._by_name:
+        if not self.declared:
             self._check_reported(name)
 
     def _check_reported(self, name: str | None) -> None:

@@ -18,9 +18,10 @@ from prometheus_client.registry import Collector
 
 from pigou.diagnosis.metric_pages import quantile_of
 from pigou.gateway.api.page import Access, APIPage, APIPages, json_response
-from pigou.gateway.fleet_status import FleetStatus, ModelsStatus, WorkerRow
+from pigou.gateway.fleet_status import FleetStatus
 from pigou.gateway.gateway import Gateway
 from pigou.gateway.metrics import Metrics
+from pigou.gateway.model_routing import ModelRouting
 from pigou.wire.errors import bad_request
 
 #: Seconds between samples, and how many of them, and of events, are kept: half an hour.
@@ -61,15 +62,11 @@ class History:
     """Samples and events of the last half hour, in ring buffers."""
 
     def __init__(
-        self, fleet_status: FleetStatus | ModelsStatus, metrics: Metrics,
-        rows: Callable[[], list[WorkerRow]], clock: Callable[[], float] = time.time,
-        models: Sequence[Metrics] = (),
+        self, fleet: FleetStatus | ModelRouting, metrics: Metrics, models: Sequence[Metrics],
+        clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        self._fleet_status = fleet_status
-        self._models = list(models) or [metrics]
-        self._metrics = [*self._models, *([] if metrics in self._models else [metrics])]
-        self._rows = rows
-        self._clock = clock
+        self._fleet, self._models, self._clock = fleet, models, clock
+        self._metrics = [*models, *([] if metrics in models else [metrics])]
         self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._states: dict[str, tuple[str, int]] = {}
@@ -87,7 +84,7 @@ class History:
         """Take one sample, and record events since the last."""
         now = round(self._clock(), 3)
         self._note_events(now)
-        view = self._fleet_status.view()
+        view = self._fleet.view()
         workers = view["workers"]
         poa = view["game"]["poa"]
         elapsed = now - self._last if self._last else 0.0
@@ -130,13 +127,13 @@ class History:
                 "requests": self._counts.get("requests", 0.0),
                 "errors": self._counts.get("errors", 0.0),
                 "refused": self._counts.get("refused", 0.0),
-                "restarts": sum(row.restarts for row in self._rows()),
+                "restarts": sum(row.restarts for row in self._fleet.rows()),
             },
             "events": [msgspec.to_builtins(event) for event in self._events if event.time > since],
         }
 
     def _note_events(self, now: float) -> None:
-        rows = self._rows()
+        rows = self._fleet.rows()
         for row in rows:
             state, restarts = self._states.get(row.id, ("", row.restarts))
             if row.restarts > restarts:
@@ -187,10 +184,8 @@ def buckets(families: Iterable[Metric]) -> dict[float, float]:
 
 def pages(gateway: Gateway) -> APIPages:
     """Return the page's static files, and the data of its charts."""
-    history = History(
-        gateway.status, gateway.metrics, gateway.status.rows,
-        models=[model.metrics for model in gateway.routing],
-    )  # fmt: skip
+    models = [model.metrics for model in gateway.routing]
+    history = History(gateway.routing, gateway.metrics, models)
 
     async def show_history(request: web.Request) -> web.Response:
         """Show samples and events after `since`, Unix time in seconds."""

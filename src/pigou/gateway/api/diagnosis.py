@@ -34,7 +34,7 @@ def pages(gateway: Gateway) -> APIPages:
             for sample in family.samples
         )
 
-    diagnosis = GatewayDiagnosis(page, gateway.status.view)
+    diagnosis = GatewayDiagnosis(page, gateway.routing.view)
 
     async def show(_: web.Request) -> web.Response:
         return json_response(diagnosis.view())

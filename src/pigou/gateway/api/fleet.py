@@ -72,7 +72,7 @@ def pages(gateway: Gateway) -> APIPages:
         gateway.metrics.scrape(lambda: registry_families(registry()))
 
     async def workers(_: web.Request) -> web.Response:
-        view = gateway.status.view()
+        view = gateway.routing.view()
         view["costs"] = any(cost_meter(model.plane_driver) for model in gateway.routing)
         if registry is not None:
             view["registry"] = msgspec.to_builtins(registry())
@@ -156,8 +156,8 @@ class FleetAPI:
         return _answer([_changed(work)])
 
     def _model(self, name: str | None) -> str:
-        models = self._gateway.models
-        if models is None:
+        models = self._gateway.routing
+        if not models.declared:
             if name is not None:
                 raise bad_request("model is for gateways with --model-pool: leave it out.", "model")
             return ""
