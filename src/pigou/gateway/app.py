@@ -99,8 +99,7 @@ def build(gateway: Gateway) -> web.Application:
     loop_watch, tasks = LoopWatch(gateway.metrics), list[asyncio.Task[None]]()
 
     async def start(_: web.Application) -> None:
-        for model in gateway.routing:
-            model.plane_driver.start()
+        gateway.start()
         run = gateway.plane_driver.background.start
         tasks.append(run("event loop", loop_watch.run))
         for part in added:
@@ -109,14 +108,10 @@ def build(gateway: Gateway) -> web.Application:
     async def stop(_: web.Application) -> None:
         for task in tasks:
             task.cancel()
-        gateway.close()
         for part in added:
             if part.close is not None:
                 await part.close()
-        for model in gateway.routing:
-            await model.plane_driver.stop()
-        if gateway.tracer is not None:
-            await asyncio.to_thread(gateway.tracer.close)
+        await gateway.close()
 
     app.on_response_prepare.append(close_old_streams)
     app.on_response_prepare.append(tell_request_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -52,6 +53,15 @@ class Gateway:
             return work()
         return await self._threads.run(current_key().tenant, work)
 
-    def close(self) -> None:
-        """Shut down the threads."""
+    def start(self) -> None:
+        """Start the models' drivers; call it on the event loop."""
+        for model in self.routing:
+            model.plane_driver.start()
+
+    async def close(self) -> None:
+        """Stop threads, drivers and tracer."""
         self._threads.close()
+        for model in self.routing:
+            await model.plane_driver.stop()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)

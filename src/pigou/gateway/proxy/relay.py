@@ -221,7 +221,7 @@ class Relay(StreamCount):
         """Record tokens, ends and what is shown; return True if choices have token ids."""
         has_ids = is_shown = False
         state, choices = self.state, chunk.choices
-        told = None if chunk.nvext is None else chunk.nvext.completion_token_ids
+        reported = None if chunk.nvext is None else chunk.nvext.completion_token_ids
         for choice in choices:
             if choice.finish_reason:
                 if choice.finish_reason in _GAVE_UP:
@@ -232,13 +232,13 @@ class Relay(StreamCount):
             if choice.token_ids:
                 has_ids = True
                 self._add(choice.token_ids)
-            elif shown and not told:
+            elif shown and not reported:
                 self._texts += 1
                 state.untold = True
         if self._texts > self._limit + _FLUSHED_TEXTS * len(choices):
             raise TooManyTokens(self._limit)
-        if told:
-            self._add(told)
+        if reported:
+            self._add(reported)
         if is_shown:
             state.shown = len(state.tokens)
         if not choices:
