@@ -29,9 +29,9 @@ class RunError(Exception):
 
 def check_bounds(
     name: str, value: float, *, ge: float | None = None, gt: float | None = None,
-    le: float | None = None, lt: float | None = None, unit: str = "",
+    le: float | None = None, lt: float | None = None, unit: str = "", infinite: bool = False,
 ) -> None:  # fmt: skip
-    """Refuse a value that is not finite, or outside bounds named as those of `msgspec.Meta`."""
+    """Refuse a value outside bounds named as those of `msgspec.Meta`, or not finite by default."""
     bounds = [
         (word, bound, inside)
         for word, bound, inside in (
@@ -40,12 +40,18 @@ def check_bounds(
         )
         if bound is not None
     ]  # fmt: skip
-    finite = value - value == 0
+    finite = infinite or value - value == 0
     if finite and all(inside(value, bound) for _, bound, inside in bounds):
         return
     text = ", ".join(f"{word} {bound}" for word, bound, _ in bounds)
     text = f"{ge} to {le}" if ge is not None and le is not None else text
     raise ConfigError(f"{name} is {value}; it must be {'' if finite else 'finite, '}{text}{unit}")
+
+
+def check_fields(config: object, *names: str, **bounds: Any) -> None:
+    """Check several fields with `check_bounds`."""
+    for name in names:
+        check_bounds(name, getattr(config, name), **bounds)
 
 
 def check_all(*checks: Callable[[], object]) -> None:
@@ -159,9 +165,8 @@ class EvictionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         check_bounds("eviction.recent", self.recent, ge=1)
         check_bounds("eviction.least", self.least, ge=self.sinks + self.recent)
         check_bounds("eviction.interval", self.interval, ge=1)
-        for name in ("ceiling", "rate"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"eviction.{name} is {getattr(self, name)}; it must be above 0")
+        check_bounds("eviction.ceiling", self.ceiling, gt=0, infinite=True)
+        check_bounds("eviction.rate", self.rate, gt=0, infinite=True)
         check_bounds("eviction.slack", self.slack, ge=0)
         for tenant, blocks in self.floors.items():
             check_bounds(f"eviction.floors of {tenant!r}", blocks, ge=0)
@@ -207,11 +212,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     eviction: EvictionConfig | None = None  # token eviction from running requests; None for none
 
     def __post_init__(self) -> None:
-        for name in ("blocks", "block_size", "max_seqs", "max_batched_tokens", "max_model_len",
-                     "max_repeat"):  # fmt: skip
-            check_bounds(name, getattr(self, name), ge=1)
-        for name in ("host_blocks", "max_waiting", "headroom", "max_background_tokens"):
-            check_bounds(name, getattr(self, name), ge=0)
+        check_fields(
+            self, "blocks", "block_size", "max_seqs", "max_batched_tokens", "max_model_len",
+            "max_repeat", ge=1,
+        )  # fmt: skip
+        check_fields(self, "host_blocks", "max_waiting", "headroom", "max_background_tokens", ge=0)
         if self.eviction is not None:
             self.eviction.check_interval(self.block_size)
         if self.max_background_tokens and self.order != "priority":

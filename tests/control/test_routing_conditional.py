@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from routing_fleets import PROMPT, alone, cheapest, pairs, product, split
 
 from pigou.config import ConfigError
-from pigou.control.routing.conditional_disaggregation import ConditionalDisaggregation
 from pigou.control.routing.policy import (
     Costs,
     RequestView,
@@ -23,6 +22,7 @@ from pigou.control.routing.policy import (
 from pigou.control.routing.toll.policy import Toll
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.request import Request
+from pigou_lab.routing.conditional_disaggregation import ConditionalDisaggregation
 from pigou_lab.routing.dynamo import DynamoConditional
 from pigou_lab.routing.llm_d import LlmDConditional
 

@@ -354,7 +354,7 @@ def test_a_prefix_below_the_device_is_worth_less_and_never_nothing() -> None:
     assert found[2] - found[0] == pytest.approx(0.5 * 128e-4)
     table = Toll().parts(request, fleet, here)
     assert table.total == pytest.approx(sum(table.values()))
-    with pytest.raises(ValueError, match=r"host_restore is 1\.5; it must be from 0 to 1"):
+    with pytest.raises(ValueError, match=r"host_restore is 1\.5; it must be 0 to 1"):
         TollParams(host_restore=1.5)
 
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.config import ConfigError, ControlConfig
+from pigou.config import ControlConfig, check_bounds
 from pigou.control.messages import Choice
 from pigou.control.routing.policy import (
     CostParts,
@@ -215,8 +215,7 @@ class Router:
             return self.policy, self.temperature
         rest = dict(overrides)
         temperature = rest.pop(TEMPERATURE, self.temperature)
-        if not 0.0 <= temperature < float("inf"):
-            raise ConfigError(f"temperature is {temperature}; it must be a finite number from 0")
+        check_bounds(TEMPERATURE, temperature, ge=0)
         return override(self.policy, rest), temperature
 
 

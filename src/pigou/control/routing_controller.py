@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
@@ -10,7 +9,7 @@ from typing import Any, ClassVar, Protocol, Self
 import msgspec
 import numpy as np
 
-from pigou.config import ConfigError
+from pigou.config import check_fields
 from pigou.control.saturation.regime import Detector, TTFTSample
 from pigou.registry import named, read_struct
 
@@ -26,10 +25,7 @@ class RoutingSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     overlap_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "overlap_weight"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"{name} is {value}; it must be finite, at least 0")
+        check_fields(self, "temperature", "overlap_weight", ge=0)
 
 
 @dataclass(frozen=True, slots=True)

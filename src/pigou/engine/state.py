@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from pigou.config import EngineConfig, EvictionConfig
+from pigou.config import EngineConfig, EvictionConfig, check_bounds
 from pigou.engine.block_table import WORK_ROWS, Rows, remove_row
 from pigou.engine.kv_offload import KVOffloadConnector
 from pigou.engine.plan import Effects, Finished, Rates, Started
@@ -137,11 +137,8 @@ class EngineState:
 
     def set_limits(self, max_seqs: int, max_batched_tokens: int) -> None:
         """Set limits up to the initial ones; raises ValueError below 1."""
-        if max_seqs < 1 or max_batched_tokens < 1:
-            raise ValueError(
-                f"max_seqs is {max_seqs} and max_batched_tokens {max_batched_tokens}; both must be "
-                "at least 1"
-            )
+        check_bounds("max_seqs", max_seqs, ge=1)
+        check_bounds("max_batched_tokens", max_batched_tokens, ge=1)
         self.rows.max_used = min(max_seqs, self.rows.count)
         tokens = min(max_batched_tokens, self._max_step_tokens)
         self.config = msgspec.structs.replace(self.config, max_batched_tokens=tokens)

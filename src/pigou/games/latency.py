@@ -9,6 +9,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import ArrayLike
 
+from pigou.config import check_bounds, check_fields
 from pigou.games import Floats
 from pigou.games.regression import (
     HELD_S,
@@ -51,14 +52,8 @@ class LatencyLaw:
     floor: float = 1.0  # requests, above 0
 
     def __post_init__(self) -> None:
-        for name in ("a", "b", "d"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} is {value}: give a finite number, 0 or more")
-        for name in ("n_sat", "beta", "floor"):
-            value = getattr(self, name)
-            if not value > 0:
-                raise ValueError(f"{name} is {value}: give a number above 0")
+        check_fields(self, "a", "b", "d", ge=0)
+        check_fields(self, "n_sat", "beta", "floor", gt=0, infinite=True)
 
     @overload
     def __call__(self, n: float) -> float: ...
@@ -149,11 +144,9 @@ class OnlineFit:
     """
 
     def __init__(self, n_max: float, half_life: float = 512.0, doubling: float = 0.0) -> None:
-        for name, value in (("n_max", n_max), ("half_life", half_life)):
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} is {value}: give a finite number above 0")
-        if not (math.isfinite(doubling) and doubling >= 0):
-            raise ValueError(f"doubling is {doubling}: give a finite number, 0 or more")
+        check_bounds("n_max", n_max, gt=0)
+        check_bounds("half_life", half_life, gt=0)
+        check_bounds("doubling", doubling, ge=0)
         self._bank = bank_over(n_max)
         self._keep = 0.5 ** (1.0 / half_life)
         size = len(self._bank.n_sat)

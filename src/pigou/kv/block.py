@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from pigou.config import check_fields
 from pigou.request import NEVER, BlockHashes
 
 #: The parent's key of a chain's first block.
@@ -111,9 +112,7 @@ class KVLayout:
     block_bytes: int  # bytes of a block, keys and values of all layers
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "layers", "kv_heads", "head_dim", "block_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        check_fields(self, "block_size", "layers", "kv_heads", "head_dim", "block_bytes", ge=1)
 
     def fingerprint(self) -> str:
         """Return a digest of all fields, 32 hexadecimal digits."""

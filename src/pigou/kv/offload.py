@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pigou.config import check_fields
 from pigou.kv.block import Block
 from pigou.request import Ints
 
@@ -124,9 +125,7 @@ class RecomputeCost:
     restore: float = 0.0  # seconds to load a byte
 
     def __post_init__(self) -> None:
-        for name in ("base", "slope", "restore"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        check_fields(self, "base", "slope", "restore", ge=0, infinite=True)
 
     def saved(self, block: Block) -> float:
         """Return the seconds saved by a hit of this block, at least 0."""

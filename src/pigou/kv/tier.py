@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from pigou.config import check_bounds
 from pigou.kv.block import ROOT, Block, Entry, ensure
 from pigou.kv.tier_eviction.policy import EvictionPolicy
 from pigou.request import NEVER
@@ -33,8 +34,7 @@ class Tier:
     """
 
     def __init__(self, cap_bytes: int, policy: EvictionPolicy, rooted: bool = True) -> None:
-        if cap_bytes < 0:
-            raise ValueError(f"cap_bytes is {cap_bytes}; it must be at least 0")
+        check_bounds("cap_bytes", cap_bytes, ge=0)
         self.cap_bytes = cap_bytes
         self.used_bytes = 0
         self.policy = policy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds
 from pigou.kv.offload import RecomputeCost, TierSpeed, staging_of
 from pigou.kv.tier import Tier
 from pigou.kv.tier_eviction.policy import TierSetting, load
@@ -35,8 +34,7 @@ class TierOption(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     params: dict[str, Any] = {}  # policy parameters
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.gib < math.inf:
-            raise ConfigError(f"tier {self.name}: gib is {self.gib}; it must be above 0")
+        check_bounds(f"tier {self.name}: gib", self.gib, gt=0)
 
     @property
     def size_bytes(self) -> int:

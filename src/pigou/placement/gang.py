@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds
 from pigou.placement.topology import (
     Distance,
     DistanceCosts,
@@ -38,16 +37,11 @@ class RoleDemand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     labels: Mapping[str, str] = {}
 
     def __post_init__(self) -> None:
-        if self.replicas < 1 or self.gpus < 1:
-            raise ConfigError(
-                f"role {self.role.value}: replicas is {self.replicas} and gpus {self.gpus}; both "
-                "must be at least 1"
-            )
-        if not 1 <= self.minimum <= self.replicas:
-            raise ConfigError(
-                f"role {self.role.value}: min_available is {self.minimum}; it must be 1 to "
-                f"{self.replicas}, the replicas"
-            )
+        role = f"role {self.role.value}"
+        check_bounds(f"{role}: replicas", self.replicas, ge=1)
+        check_bounds(f"{role}: gpus", self.gpus, ge=1)
+        minimum = f"{role}: min_available"
+        check_bounds(minimum, self.minimum, ge=1, le=self.replicas, unit=", the replicas")
 
     @property
     def minimum(self) -> int:
@@ -72,10 +66,7 @@ class Gang(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         names = [demand.role for demand in self.roles]
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"gang {self.name}: give each of its roles once, at least one")
-        if not 0.0 <= self.kv_bytes_per_s < math.inf:
-            raise ConfigError(
-                f"gang {self.name}: kv_bytes_per_s is {self.kv_bytes_per_s}; it must be at least 0"
-            )
+        check_bounds(f"gang {self.name}: kv_bytes_per_s", self.kv_bytes_per_s, ge=0)
 
     def demand(self, role: Role) -> RoleDemand | None:
         """Return the demand of a role; None if the gang has none."""

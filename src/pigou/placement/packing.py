@@ -136,6 +136,7 @@ class _Packing:
         usable = [n for n in nodes if any(d.fits(n) and free[n.host] >= d.gpus for d, _ in lacking)]
         order = sorted(usable, key=lambda n: (n.zone, n.rack, -free[n.host], n.host))
         self._hosts = order
+        self._free_by_host = free
         self._free = [free[node.host] for node in order]
         locations = [node.location for node in order]
         self._seconds = [[costs.seconds(a, b) for b in locations] for a in locations]
@@ -299,7 +300,7 @@ class _Packing:
     def _holds(self, h: int, left: tuple[int, ...]) -> bool:
         """True if the rest may still fit on hosts from `h` on."""
         return all(
-            count <= _room_of(demand, self._hosts[h:], self._free[h:])
+            count <= _room(demand, self._hosts[h:], self._free_by_host)
             for demand, count in zip(self._demands, left, strict=True)
             if count
         )
@@ -314,12 +315,6 @@ class _Packing:
                 for more in range(min(count, gpus // demand.gpus) if able else 0, -1, -1)
             ]
         return [counts for counts, _ in sorted(choices, key=lambda choice: choice[1])]
-
-
-def _room_of(demand: RoleDemand, nodes: Sequence[Node], free: Sequence[int]) -> int:
-    return sum(
-        gpus // demand.gpus for node, gpus in zip(nodes, free, strict=True) if demand.fits(node)
-    )
 
 
 def free_gpus(nodes: Sequence[Node], replicas: Sequence[Replica]) -> dict[str, int]:

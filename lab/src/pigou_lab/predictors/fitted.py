@@ -7,13 +7,13 @@ import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_fields
 from pigou.control.planner.predictors.predictor import (
     HORIZONS,
+    MAX_COUNT,
     MAX_LOAD,
     CalibratedPredictor,
     PredictorParams,
-    check_counts,
 )
 
 _LIBRARIES = ("pmdarima", "statsmodels")
@@ -30,8 +30,8 @@ class FittedParams(PredictorParams, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, 5, "min_points", "history")
-        check_counts(self, 0, "refit")
+        check_fields(self, "min_points", "history", ge=5, le=MAX_COUNT)
+        check_fields(self, "refit", ge=0, le=MAX_COUNT)
 
 
 class FittedPredictor(CalibratedPredictor):

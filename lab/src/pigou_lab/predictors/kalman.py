@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
+from pigou.config import check_fields
 from pigou.control.planner.predictors.predictor import (
+    MAX_COUNT,
     MAX_LOAD,
     CalibratedPredictor,
     PredictorParams,
-    check_counts,
-    check_positive,
 )
 
 
@@ -24,7 +24,7 @@ class KalmanParams(PredictorParams, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "level_variance", "trend_variance", "load_variance")
+        check_fields(self, "level_variance", "trend_variance", "load_variance", gt=0)
 
 
 class LocalLinearTrend:
@@ -104,7 +104,7 @@ class DynamoKalmanParams(KalmanParams, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, 0, "min_points")
+        check_fields(self, "min_points", ge=0, le=MAX_COUNT)
 
 
 class DynamoKalman(Kalman):

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_fields
 from pigou.control.planner.predictors.predictor import (
+    MAX_COUNT,
     CalibratedPredictor,
     PredictorParams,
-    check_counts,
 )
 from pigou_lab.predictors.fitted import FittedParams, FittedPredictor
 
@@ -23,7 +23,7 @@ class SeasonalParams(PredictorParams, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, 1, "season")
+        check_fields(self, "season", ge=1, le=MAX_COUNT)
 
 
 class SeasonalNaive(CalibratedPredictor):
@@ -62,7 +62,7 @@ class HoltWintersParams(FittedParams, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, 10, "min_points", "history")
+        check_fields(self, "min_points", "history", ge=10, le=MAX_COUNT)
         if self.season and not 2 <= self.season <= self.history // _SEASONS:
             raise ConfigError(
                 f"season is {self.season}; it must be 0, or from 2 to half of history "

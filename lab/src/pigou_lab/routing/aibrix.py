@@ -7,8 +7,9 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from pigou.control.routing.policy import Costs, RequestView, check_finite
-from pigou.control.routing.pool_policy import Pool, PoolPolicy, Rows, pending, ranked
+from pigou.config import check_fields
+from pigou.control.routing.policy import MAX_WEIGHT, Costs, RequestView
+from pigou.control.routing.pool_policy import Pool, PoolPolicy, Rows, pending
 from pigou.control.routing.view import Counts, Flags, FleetView
 
 
@@ -21,7 +22,7 @@ class AibrixPrefixParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     load_imbalance_min_gap: int = 8  # requests between the busiest and the idlest
 
     def __post_init__(self) -> None:
-        check_finite(self, *self.__struct_fields__)
+        check_fields(self, *self.__struct_fields__, ge=0, le=MAX_WEIGHT)
 
 
 class AibrixPrefix(PoolPolicy):
@@ -53,7 +54,7 @@ class AibrixPrefix(PoolPolicy):
             matches &= load == load.min()
         blocks = request.prompt // int(fleet.block_size[rows].min()) + 1
         unmatched = np.where(matches, np.maximum(blocks - held, 0), blocks + 1)
-        return {"rank": ranked(unmatched.astype(np.float64), load.astype(np.float64))}
+        return {"rank": _ranked(unmatched.astype(np.float64), load.astype(np.float64))}
 
     def _uneven(self, load: Counts) -> bool:
         own, busiest = self.params, int(load.max())
@@ -63,3 +64,9 @@ class AibrixPrefix(PoolPolicy):
             return True
         others = (int(load.sum()) - busiest) / (len(load) - 1)
         return busiest > own.load_imbalance_factor * (others + 1.0)
+
+
+def _ranked(first: Costs, second: Costs) -> Costs:
+    """Return costs that order by integers `first`, then by integers `second`."""
+    costs: Costs = first * (float(second.max(initial=0.0)) + 1.0) + second
+    return costs

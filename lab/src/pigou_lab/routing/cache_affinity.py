@@ -7,12 +7,11 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from pigou.config import check_fields
 from pigou.control.routing.policy import (
+    MAX_WEIGHT,
     Costs,
     RequestView,
-    check_finite,
-    check_minimum,
-    check_share,
 )
 from pigou.control.routing.pool_policy import Pool, PoolPolicy, Rows, pending
 from pigou.control.routing.simple_policies import two_choices
@@ -26,8 +25,8 @@ class RayPrefixParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     match_rate_threshold: float = 0.1  # share of the prompt that must be held for affinity to count
 
     def __post_init__(self) -> None:
-        check_minimum(self, 0, "imbalanced_threshold")
-        check_share(self, "match_rate_threshold")
+        check_fields(self, "imbalanced_threshold", ge=0, infinite=True)
+        check_fields(self, "match_rate_threshold", ge=0, le=1)
 
 
 class RayPrefix(PoolPolicy):
@@ -67,8 +66,8 @@ class SglangCacheAwareParams(msgspec.Struct, frozen=True, forbid_unknown_fields=
     balance_rel_threshold: float = 1.5  # ratio between them
 
     def __post_init__(self) -> None:
-        check_share(self, "cache_threshold")
-        check_finite(self, "balance_abs_threshold", "balance_rel_threshold")
+        check_fields(self, "cache_threshold", ge=0, le=1)
+        check_fields(self, "balance_abs_threshold", "balance_rel_threshold", ge=0, le=MAX_WEIGHT)
 
 
 class SglangCacheAware(PoolPolicy):

@@ -10,23 +10,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel
-from pigou.control.routing.conditional_disaggregation import (
-    ConditionalDisaggregation,
-    ConditionalDisaggregationParams,
-)
+from pigou.config import check_fields
 from pigou.control.routing.policy import (
+    MAX_WEIGHT,
     CostParts,
     Costs,
     CostTable,
     RequestView,
     RoutingPolicy,
-    check_finite,
-    check_minimum,
-    check_share,
     override,
 )
 from pigou.control.routing.pool_policy import Pool, PoolPolicy, Rows
 from pigou.control.routing.view import Candidates, Counts, Flags, FleetView
+from pigou_lab.routing.conditional_disaggregation import (
+    ConditionalDisaggregation,
+    ConditionalDisaggregationParams,
+)
+from pigou_lab.routing.lmetric import active_blocks
 
 #: Names of the parts of `Dynamo`, and the rows that `aggregated_costs` writes.
 PARTS = ("prefill", "decode", "requests")
@@ -98,7 +98,7 @@ class DynamoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     decode_overlap_score_credit: float = 0.0
 
     def __post_init__(self) -> None:
-        check_finite(self, *self.__struct_fields__)
+        check_fields(self, *self.__struct_fields__, ge=0, le=MAX_WEIGHT)
 
 
 class Dynamo(PoolPolicy):
@@ -200,10 +200,10 @@ class DynamoConditionalParams(
     decode_busy_threshold: float = float("inf")
 
     def __post_init__(self) -> None:
-        check_finite(self, "eff_isl_threshold")
-        check_share(self, "eff_isl_ratio_threshold")
-        check_minimum(self, 0, "prefill_busy_threshold", "decode_busy_threshold")
-        check_minimum(self, 1, "max_num_batched_tokens")
+        check_fields(self, "eff_isl_threshold", ge=0, le=MAX_WEIGHT)
+        check_fields(self, "eff_isl_ratio_threshold", ge=0, le=1)
+        check_fields(self, "prefill_busy_threshold", "decode_busy_threshold", ge=0, infinite=True)
+        check_fields(self, "max_num_batched_tokens", ge=1, infinite=True)
 
 
 class DynamoConditional(ConditionalDisaggregation):
@@ -237,7 +237,7 @@ class DynamoConditional(ConditionalDisaggregation):
         if kind != "isl_bounding" and self._prefill_busy(request, fleet, candidates):
             local[:] = True
         if self.params.decode_busy_threshold < float("inf"):
-            blocks = fleet.active_blocks - (-request.prompt // fleet.block_size)
+            blocks = active_blocks(fleet) - (-request.prompt // fleet.block_size)
             local &= (fleet.blocks > 0) & (
                 blocks <= self.params.decode_busy_threshold * fleet.blocks
             )
@@ -268,7 +268,7 @@ class DynamoPaperParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     overlap_weight: float = 1.0  # omega, blocks in use that a block of prefill is worth; from 0
 
     def __post_init__(self) -> None:
-        check_finite(self, "overlap_weight")
+        check_fields(self, "overlap_weight", ge=0, le=MAX_WEIGHT)
 
 
 class DynamoPaper(PoolPolicy):
@@ -288,7 +288,7 @@ class DynamoPaper(PoolPolicy):
         self, request: RequestView, fleet: FleetView, rows: Rows, pool: Pool
     ) -> dict[str, Costs]:
         """Return `prefill` and `active`, in blocks, (rows,)."""
-        parts = {"active": fleet.active_blocks[rows].astype(np.float64)}
+        parts = {"active": active_blocks(fleet)[rows].astype(np.float64)}
         if pool is not Pool.DECODE:
             missing = -(-request.prompt // fleet.block_size[rows]) - fleet.overlap[rows]
             parts["prefill"] = self.params.overlap_weight * np.maximum(missing, 0)

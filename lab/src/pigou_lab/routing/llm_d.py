@@ -7,16 +7,11 @@ from typing import ClassVar, Literal
 import msgspec
 import numpy as np
 
-from pigou.control.routing.conditional_disaggregation import (
-    ConditionalDisaggregation,
-    ConditionalDisaggregationParams,
-)
+from pigou.config import check_fields
 from pigou.control.routing.policy import (
+    MAX_WEIGHT,
     Costs,
     RequestView,
-    check_finite,
-    check_minimum,
-    check_share,
     total,
 )
 from pigou.control.routing.pool_policy import (
@@ -24,10 +19,13 @@ from pigou.control.routing.pool_policy import (
     PoolPolicy,
     Rows,
     pending,
-    share_held,
-    uncached,
 )
 from pigou.control.routing.view import Candidates, Flags, FleetView
+from pigou_lab.routing.conditional_disaggregation import (
+    ConditionalDisaggregation,
+    ConditionalDisaggregationParams,
+)
+from pigou_lab.routing.lmetric import uncached
 
 
 class LlmDParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -44,8 +42,8 @@ class LlmDParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     bound: Literal["prefill", "decode"] = "prefill"
 
     def __post_init__(self) -> None:
-        check_share(self, "affinity_threshold", "exploration_probability")
-        check_finite(self, "max_ttft_penalty")
+        check_fields(self, "affinity_threshold", "exploration_probability", ge=0, le=1)
+        check_fields(self, "max_ttft_penalty", ge=0, le=MAX_WEIGHT)
         if not 0.0 < self.peak_prefill_throughput < float("inf"):
             raise ValueError(
                 f"peak_prefill_throughput is {self.peak_prefill_throughput}; "
@@ -89,7 +87,7 @@ class LlmD(PoolPolicy):
 
     def _sticky_rows(self, request: RequestView, fleet: FleetView, rows: Rows) -> Flags | None:
         own = self.params
-        sticky: Flags = share_held(request, fleet, rows) >= own.affinity_threshold
+        sticky: Flags = _share_held(request, fleet, rows) >= own.affinity_threshold
         held = np.count_nonzero(sticky)
         if held in (0, len(rows)) or self._explores():
             return None
@@ -114,9 +112,9 @@ class LlmDBlendParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_model_len: int = 8192  # tokens that count as a full length
 
     def __post_init__(self) -> None:
-        check_finite(self, "prefix", "queue", "kv", "no_hit_lru")
-        check_share(self, "prefix_length_weight")
-        check_minimum(self, 1, "max_model_len")
+        check_fields(self, "prefix", "queue", "kv", "no_hit_lru", ge=0, le=MAX_WEIGHT)
+        check_fields(self, "prefix_length_weight", ge=0, le=1)
+        check_fields(self, "max_model_len", ge=1, infinite=True)
 
 
 class LlmDBlend(PoolPolicy):
@@ -159,7 +157,7 @@ class LlmDBlend(PoolPolicy):
         return parts
 
     def _prefix(self, request: RequestView, fleet: FleetView, rows: Rows) -> Costs:
-        matched = share_held(request, fleet, rows)
+        matched = _share_held(request, fleet, rows)
         weight = self.params.prefix_length_weight
         if weight == 0.0:
             return matched
@@ -185,6 +183,13 @@ class LlmDBlend(PoolPolicy):
             del self._cold[next(iter(self._cold))]
 
 
+def _share_held(request: RequestView, fleet: FleetView, rows: Rows) -> Costs:
+    """Return the share of the prompt's full blocks on workers, 0 to 1, (rows,)."""
+    full = np.maximum(request.prompt // fleet.block_size[rows], 1)
+    shares: Costs = np.minimum(fleet.overlap[rows] / full, 1.0)
+    return shares
+
+
 class LlmDConditionalParams(
     ConditionalDisaggregationParams, frozen=True, forbid_unknown_fields=True, kw_only=True
 ):
@@ -197,7 +202,7 @@ class LlmDConditionalParams(
     prompt_tokens: int = 0  # length of the prompt from which it is; 0 sets no limit
 
     def __post_init__(self) -> None:
-        check_finite(self, "non_cached_tokens", "prompt_tokens")
+        check_fields(self, "non_cached_tokens", "prompt_tokens", ge=0, le=MAX_WEIGHT)
 
 
 class LlmDConditional(ConditionalDisaggregation):

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 
 from pigou.control.routing.policy import Costs, RequestView
-from pigou.control.routing.pool_policy import Pool, PoolPolicy, Rows, pending, uncached
-from pigou.control.routing.view import FleetView
+from pigou.control.routing.pool_policy import Pool, PoolPolicy, Rows, pending
+from pigou.control.routing.view import Counts, FleetView
 
 
 class LMetricParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -47,9 +47,21 @@ class LMetric(PoolPolicy):
 
 def _blocks(request: RequestView, fleet: FleetView, rows: Rows, pool: Pool) -> Costs:
     size = fleet.block_size[rows]
-    batch: Costs = fleet.active_blocks[rows].astype(np.float64) + 1.0
+    batch: Costs = active_blocks(fleet)[rows].astype(np.float64) + 1.0
     if pool is Pool.DECODE:
         return batch
     left = (fleet.prefill_tokens[rows] + request.prompt) / size - fleet.overlap[rows]
     work: Costs = np.maximum(left, 0.0)
     return work if pool is Pool.PREFILL else work * batch
+
+
+def uncached(request: RequestView, fleet: FleetView, rows: Rows) -> Costs:
+    """Return the uncached tokens of the prompt on workers, (rows,)."""
+    tokens: Costs = (request.prompt - fleet.cached(request.prompt)[rows]).astype(np.float64)
+    return tokens
+
+
+def active_blocks(fleet: FleetView) -> Counts:
+    """Return the KV blocks in use by streams of each worker, (workers,)."""
+    blocks: Counts = -(-fleet.decode_tokens // fleet.block_size)
+    return blocks

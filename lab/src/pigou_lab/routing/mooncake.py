@@ -7,7 +7,8 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from pigou.control.routing.policy import Costs, RequestView, check_minimum
+from pigou.config import check_fields
+from pigou.control.routing.policy import Costs, RequestView
 from pigou.control.routing.pool_policy import Pool, PoolPolicy, Rows
 from pigou.control.routing.view import FleetView
 
@@ -22,8 +23,8 @@ class MooncakeParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     tbt_slo: float = float("inf")  # seconds between tokens above which a candidate is forbidden
 
     def __post_init__(self) -> None:
-        check_minimum(self, 1, "balancing_threshold")
-        check_minimum(self, 0, "ttft_slo", "tbt_slo")
+        check_fields(self, "balancing_threshold", ge=1, infinite=True)
+        check_fields(self, "ttft_slo", "tbt_slo", ge=0, infinite=True)
 
 
 class Mooncake(PoolPolicy):

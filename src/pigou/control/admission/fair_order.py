@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds, check_fields
 from pigou.control.admission.queue_order import Heap, QueuedRequest, QueueOrder
 from pigou.control.peers.bookings import TenantService
 from pigou.request import Request
@@ -42,12 +42,8 @@ class FairParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     credit: float = 16384.0
 
     def __post_init__(self) -> None:
-        for name in ("input_weight", "output_weight", "credit"):
-            value = getattr(self, name)
-            if not 0.0 <= value < float("inf"):
-                raise ConfigError(f"{name} is {value}; it must be a finite number from 0")
-        if not 0.0 <= self.reserve < 1.0:
-            raise ConfigError(f"reserve is {self.reserve}; it must be in [0, 1)")
+        check_fields(self, "input_weight", "output_weight", "credit", ge=0)
+        check_bounds("reserve", self.reserve, ge=0, lt=1)
         if self.input_weight == self.output_weight == 0.0:
             raise ConfigError("input_weight and output_weight are both 0; one must be above")
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds
 from pigou.registry import named
 from pigou.request import NEVER, SECOND, Request
 
@@ -126,8 +126,7 @@ class ShortestParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     ageing: int = 1000
 
     def __post_init__(self) -> None:
-        if self.ageing < 1:
-            raise ConfigError(f"ageing is {self.ageing}; it must be at least 1 token a second")
+        check_bounds("ageing", self.ageing, ge=1, unit=" token a second")
 
 
 class Shortest(QueueOrder):
@@ -151,8 +150,7 @@ class EdfParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     patience_ms: int = 10_000
 
     def __post_init__(self) -> None:
-        if self.patience_ms < 0:
-            raise ConfigError(f"patience_ms is {self.patience_ms}; it must be at least 0")
+        check_bounds("patience_ms", self.patience_ms, ge=0)
 
 
 class Edf(QueueOrder):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds
 from pigou.config_option import option
 from pigou.objectives import Objectives, Slo, WorkloadClass, latency_s
 
@@ -120,29 +120,20 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         names = [config.name for config in self.classes]
         if len(set(names)) < len(names):
             raise ConfigError(f"classes are named {', '.join(names)}; give each a name of its own")
-        if self.max_workers is not None and not 0 <= self.max_workers <= _MAX_WORKERS:
-            raise ConfigError(
-                f"max_workers is {self.max_workers}; it must be 0 to {_MAX_WORKERS:,}"
-            )
+        if self.max_workers is not None:
+            check_bounds("max_workers", self.max_workers, ge=0, le=_MAX_WORKERS)
         if self.start_up is not None:
             check_wait("start_up", self.start_up)
-        if not 0.1 <= self.interval_s <= MAX_SECONDS:
-            raise ConfigError(
-                f"interval_s is {self.interval_s}; it must be 0.1 to {MAX_SECONDS} (a year)"
-            )
-        if not self.plans and self.max_workers:
-            raise ConfigError(
-                f"max_workers is {self.max_workers}, and no planner starts any; give --planner too"
-            )
-        if not self.plans and self.start_up is not None:
-            raise ConfigError(
-                f"start_up is {self.start_up}, and no planner starts a worker; give --planner too"
-            )
-
-        if not self.plans and self.performance:
-            raise ConfigError(
-                f"performance is {self.performance!r}, and no planner reads it; give --planner too"
-            )
+        check_bounds("interval_s", self.interval_s, ge=0.1, le=MAX_SECONDS, unit=" (a year)")
+        for name, given, why in (
+            ("max_workers", bool(self.max_workers), "starts any"),
+            ("start_up", self.start_up is not None, "starts a worker"),
+            ("performance", bool(self.performance), "reads it"),
+        ):
+            if given and not self.plans:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}, and no planner {why}; give --planner too"
+                )
 
     @property
     def plans(self) -> bool:
@@ -170,5 +161,4 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 def check_wait(name: str, value: float, unit: int = 1) -> None:
     """Raise ConfigError for a wait below 0 or over a year."""
-    if not 0.0 <= value <= MAX_SECONDS * unit:
-        raise ConfigError(f"{name} is {value}; it must be 0 to {MAX_SECONDS * unit} (a year)")
+    check_bounds(name, value, ge=0, le=MAX_SECONDS * unit, unit=" (a year)")

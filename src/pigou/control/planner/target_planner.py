@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import msgspec
 
+from pigou.config import check_bounds
 from pigou.control.planner.messages import (
     Action,
     AddWorkers,
@@ -138,8 +139,7 @@ class StaticParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     repair: bool = True  # replace failed workers
 
     def __post_init__(self) -> None:
-        if self.workers < 0:
-            raise ValueError(f"workers is {self.workers}; it must be at least 0")
+        check_bounds("workers", self.workers, ge=0)
 
 
 class StaticPlanner(TargetPlanner):

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
+from pigou.config import check_bounds
 from pigou.control.prefix_index.block_keys import chain
 from pigou.control.prefix_index.hash_slots import Words
 from pigou.control.prefix_index.holder_table import UNKNOWN_WORKER, HolderTable, Overlaps
@@ -85,8 +86,7 @@ class PrefixIndex:
         Beyond `max_total` the worker with the most evicts. Predictions last `ttl` nanoseconds.
         """
         for name, value in (("max_blocks", max_blocks), ("max_total", max_total), ("ttl", ttl)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+            check_bounds(name, value, ge=1)
         self._limit = min(max_blocks, max_total)
         self._max_total = max_total
         self._ttl = ttl

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
-from pigou.config import ConfigError, wrong
+from pigou.config import ConfigError, check_bounds, check_fields, wrong
 
 #: Order of claims: by price, or first in, first out.
 ClaimOrder = Literal["price", "fifo"]
@@ -48,21 +47,12 @@ class PullQueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_local_prefill_length: int = 1000
 
     def __post_init__(self) -> None:
-        for name, minimum in (
-            ("batch_tokens", 1), ("max_bypass", 0), ("window", 1), ("max_deliveries", 1),
-            ("max_prefill_queue_size", 0), ("max_local_prefill_length", 0),
-        ):  # fmt: skip
-            if getattr(self, name) < minimum:
-                raise ConfigError(
-                    f"prefill queue: {name} is {getattr(self, name)}; it must be at least {minimum}"
-                )
-        for name in ("batch_wait_ms", "max_bypass_s", "toll", "urgency", "duplicate_window_s"):
-            if not 0.0 <= getattr(self, name) < math.inf:
-                raise ConfigError(
-                    f"prefill queue: {name} is {getattr(self, name)}; it must be finite, at least 0"
-                )
-        if not 0.0 < self.lease_s < math.inf:
-            raise ConfigError(f"prefill queue: lease_s is {self.lease_s}; it must be above 0")
+        check_fields(self, "batch_tokens", "window", "max_deliveries", ge=1)
+        check_fields(
+            self, "max_bypass", "max_prefill_queue_size", "max_local_prefill_length",
+            "batch_wait_ms", "max_bypass_s", "toll", "urgency", "duplicate_window_s", ge=0,
+        )  # fmt: skip
+        check_bounds("lease_s", self.lease_s, gt=0)
 
     def is_local(self, uncached: int, queued: int) -> bool:
         """True if a prompt routed to a prefill worker stays at its decode worker."""

@@ -17,7 +17,7 @@ from pigou.request import Request
 
 GROUP = "pigou.routing"
 #: Weights up to here leave every cost a finite number.
-_MAX_WEIGHT = 1e9
+MAX_WEIGHT = 10**9
 
 RequestView: TypeAlias = Request
 Costs: TypeAlias = NDArray[np.float64]
@@ -129,27 +129,3 @@ def load(name: str, params: Mapping[str, Any] | None = None) -> RoutingPolicy:
     """Build a policy by name from the group `pigou.routing`; raises ConfigError."""
     policy: RoutingPolicy = named(GROUP, name, "policy")()
     return override(policy, params or {})
-
-
-def check_minimum(params: msgspec.Struct, minimum: float, *names: str) -> None:
-    """Raise a ValueError unless fields are numbers from `minimum` up; infinity is allowed."""
-    for name in names:
-        value = getattr(params, name)
-        if not value >= minimum:
-            raise ValueError(f"{name} is {value}; it must be a number from {minimum:g}")
-
-
-def check_finite(params: msgspec.Struct, *names: str) -> None:
-    """Raise a ValueError unless fields are in 0 to 1e9, so that costs stay finite."""
-    for name in names:
-        value = getattr(params, name)
-        if not 0.0 <= value <= _MAX_WEIGHT:
-            raise ValueError(f"{name} is {value}; it must be a number from 0 to {_MAX_WEIGHT:g}")
-
-
-def check_share(params: msgspec.Struct, *names: str) -> None:
-    """Raise a ValueError unless fields are shares, from 0 to 1."""
-    for name in names:
-        value = getattr(params, name)
-        if not 0.0 <= value <= 1.0:
-            raise ValueError(f"{name} is {value}; it must be from 0 to 1")

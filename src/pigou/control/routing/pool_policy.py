@@ -77,25 +77,6 @@ def pending(fleet: FleetView, rows: Rows, pool: Pool) -> Counts:
     return requests
 
 
-def share_held(request: RequestView, fleet: FleetView, rows: Rows) -> Costs:
-    """Return the share of the prompt's full blocks on workers, 0 to 1, (rows,)."""
-    full = np.maximum(request.prompt // fleet.block_size[rows], 1)
-    shares: Costs = np.minimum(fleet.overlap[rows] / full, 1.0)
-    return shares
-
-
-def uncached(request: RequestView, fleet: FleetView, rows: Rows) -> Costs:
-    """Return the uncached tokens of the prompt on workers, (rows,)."""
-    tokens: Costs = (request.prompt - fleet.cached(request.prompt)[rows]).astype(np.float64)
-    return tokens
-
-
-def ranked(first: Costs, second: Costs) -> Costs:
-    """Return costs that order by integers `first`, then by integers `second`."""
-    costs: Costs = first * (float(second.max(initial=0.0)) + 1.0) + second
-    return costs
-
-
 def _distinct(at: Rows, workers: int) -> Rows:
     marks = np.zeros(workers + 1, dtype=np.bool_)
     marks[at] = True

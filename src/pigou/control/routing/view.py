@@ -122,12 +122,6 @@ class FleetView(msgspec.Struct, eq=False):
             values["device"] = values["overlap"]
         return cls(**values)
 
-    @property
-    def active_blocks(self) -> Counts:
-        """KV blocks in use by streams of each worker, (workers,)."""
-        blocks: Counts = -(-self.decode_tokens // self.block_size)
-        return blocks
-
 
 @bare_kernel
 def cached_tokens(

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import check_bounds, check_fields
 from pigou.control.saturation.regime import Idle, Regime, TTFTSample
 from pigou.request import SECOND
 
@@ -50,8 +50,7 @@ class UnloadedLaw:
     """
 
     def __init__(self, half_life: float = 256.0) -> None:
-        if not half_life > 0:
-            raise ValueError(f"half_life is {half_life}: give a number of requests above 0")
+        check_bounds("half_life", half_life, gt=0, unit=" requests")
         self._keep = 0.5 ** (1.0 / half_life)
         self._sums = [0.0] * 5  # sums of 1, t, t^2, y, t y; each over the expected y squared
         self._sure = 0.0
@@ -125,20 +124,11 @@ class CusumConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     idle: int = 30 * SECOND  # nanoseconds without work after which the regime is Below
 
     def __post_init__(self) -> None:
-        if not 1.0 < self.zone < math.inf:
-            raise ConfigError(f"zone is {self.zone}; it must be a factor above 1")
-        if not self.knee > 1.0:
-            raise ConfigError(f"knee is {self.knee}; it must be above 1, the no-queue latency")
-        if not self.knee < self.full < math.inf:
-            raise ConfigError(f"full is {self.full}; it must be above knee ({self.knee})")
-        for name in ("span", "least_scale", "half_life"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
-        for name in ("arl0", "idle"):
-            if getattr(self, name) < SECOND:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)} ns; it must be at least a second ({SECOND})"
-                )
+        check_bounds("zone", self.zone, gt=1)
+        check_bounds("knee", self.knee, gt=1, unit=", the no-queue latency")
+        check_bounds("full", self.full, gt=self.knee, unit=", the knee")
+        check_fields(self, "span", "least_scale", "half_life", gt=0)
+        check_fields(self, "arl0", "idle", ge=SECOND, unit=" ns (a second)")
 
 
 class CusumDetector:
@@ -193,11 +183,8 @@ class CusumDetector:
 
     def update(self, now: int, sample: TTFTSample) -> Regime:
         """Take in a first token at `now` (ns); raises ValueError for a bad TTFT or token count."""
-        if not (0 <= sample.ttft < math.inf) or sample.tokens < 0:
-            raise ValueError(
-                f"ttft is {sample.ttft} s with {sample.tokens} tokens: give a finite time, and "
-                "both at least 0"
-            )
+        if not (0 <= sample.ttft < math.inf) or sample.tokens < 0:  # quicker than the call
+            check_fields(sample, "ttft", "tokens", ge=0)
         ttft = max(sample.ttft, _SHORTEST)
         self._idle.busy(now)
         self._close(now)
@@ -287,10 +274,8 @@ def cusum_threshold(arl: float, shift: float) -> float:
     (Siegmund, "Sequential Analysis", 1985, section 2.6), solved for the height. `arl` is ARL0 in
     observations. Raises ValueError for `arl` under 1 or `shift` not above 0.
     """
-    if not (math.isfinite(arl) and arl >= 1):
-        raise ValueError(f"arl is {arl}: give a finite number of observations, at least 1")
-    if not (math.isfinite(shift) and shift > 0):
-        raise ValueError(f"shift is {shift}: give a finite number above 0")
+    check_bounds("arl", arl, ge=1, unit=" observations")
+    check_bounds("shift", shift, gt=0)
     wanted = 0.5 * arl * shift * shift
     # Both start at or above the root of a convex function: Newton's steps only decrease.
     y = min(math.sqrt(2 * wanted), math.log(2 * wanted + 2))
@@ -309,10 +294,8 @@ class Cusum:
     """
 
     def __init__(self, reference: float, shift: float, min_observations: int = 4) -> None:
-        if not shift > 0 or min_observations < 1:
-            raise ValueError(
-                f"shift is {shift}, least {min_observations}: give above 0, and at least 1"
-            )
+        check_bounds("shift", shift, gt=0)
+        check_bounds("min_observations", min_observations, ge=1)
         self.reference = reference
         self.shift = shift
         self.on = False

@@ -10,6 +10,7 @@ from itertools import count
 
 import msgspec
 
+from pigou.config import check_bounds, check_fields
 from pigou.kv.block import Block, Entry
 from pigou.kv.offload import RecomputeCost
 from pigou.kv.tier_eviction.policy import EvictionPolicy, TierSetting
@@ -50,11 +51,8 @@ class PriceEviction(EvictionPolicy):
 
     def __init__(self, setting: TierSetting, params: PriceParams) -> None:
         super().__init__(setting, params)
-        if not (params.eta > 0 and params.margin >= 1 and params.remembered > 0):
-            raise ValueError(
-                f"eta {params.eta}, margin {params.margin}, remembered {params.remembered}: eta "
-                "and remembered must be above 0, margin at least 1"
-            )
+        check_fields(params, "eta", "remembered", gt=0)
+        check_bounds("margin", params.margin, ge=1)
         self.params = params
         self.price = 0.0
         self.reuse = ReuseModel(params.sample, params.prior, params.decay, params.followed)

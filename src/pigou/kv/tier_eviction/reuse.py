@@ -8,6 +8,7 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from pigou.config import check_bounds
 from pigou.request import SECOND
 
 Table = NDArray[np.float64]
@@ -53,11 +54,9 @@ class ReuseModel:
     def __init__(self, sample: int, prior: float, decay: float, followed: int) -> None:
         if sample < 1 or sample & (sample - 1) or sample > 256:
             raise ValueError(f"sample is {sample}; it must be a power of 2 up to 256")
-        if not (prior > 0 and 0 < decay <= 1 and followed > 0):
-            raise ValueError(
-                f"prior {prior}, decay {decay}, followed {followed}: they must be above 0, and "
-                "decay at most 1"
-            )
+        check_bounds("prior", prior, gt=0)
+        check_bounds("decay", decay, gt=0, le=1)
+        check_bounds("followed", followed, gt=0)
         #: A block is sampled if its key's last byte has none of these bits.
         self.mask = sample - 1
         self._prior, self._decay, self._limit = prior, decay, followed

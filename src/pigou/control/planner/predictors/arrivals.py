@@ -6,20 +6,19 @@ import math
 from statistics import NormalDist
 from typing import ClassVar
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds, check_fields
 from pigou.control.planner.predictors.predictor import (
+    MAX_COUNT,
     CalibratedPredictor,
     Forecast,
     PredictorParams,
-    check_counts,
-    check_positive,
 )
 
 #: Half-life of the dispersion in bins, and the cap on one term.
 _DISPERSION_HALF_LIFE = 100.0
 _MAX_TERM = 9.0
 #: Shortest and longest bin in seconds.
-_MIN_BIN_S, _MAX_BIN_S = 0.001, 86_400.0
+_MIN_BIN_S, _MAX_BIN_S = 0.001, 86_400
 
 
 class ArrivalParams(PredictorParams, frozen=True, kw_only=True):
@@ -33,10 +32,9 @@ class ArrivalParams(PredictorParams, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "half_life_s", "false_alarm_s")
-        check_counts(self, 2, "bins")
-        if not _MIN_BIN_S <= self.bin_s <= _MAX_BIN_S:
-            raise ConfigError(f"bin_s is {self.bin_s}; it must be from 0.001 to 86400")
+        check_fields(self, "half_life_s", "false_alarm_s", gt=0)
+        check_bounds("bins", self.bins, ge=2, le=MAX_COUNT)
+        check_bounds("bin_s", self.bin_s, ge=_MIN_BIN_S, le=_MAX_BIN_S)
         if self.false_alarm_s < self.bin_s:
             raise ConfigError(
                 f"false_alarm_s is {self.false_alarm_s}; it must be at least bin_s ({self.bin_s})"
@@ -104,8 +102,7 @@ class ArrivalRate(CalibratedPredictor):
 
     def observe_bin(self, count: float | None, seconds: float) -> None:
         """Take in arrivals of a bin; None is a hole. Raises ValueError outside 1 ms to 1 day."""
-        if not _MIN_BIN_S <= seconds <= _MAX_BIN_S:
-            raise ValueError(f"seconds is {seconds}; it must be from 0.001 to 86400")
+        check_bounds("seconds", seconds, ge=_MIN_BIN_S, le=_MAX_BIN_S)
         self._next_s = seconds
         self.observe(None if count is None else count * (self.params.bin_s / seconds))
         self._next_s = self.params.bin_s

@@ -10,12 +10,14 @@ from typing import Any, ClassVar, Protocol
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import check_bounds
 from pigou.registry import named, read_struct
 
 GROUP = "pigou.predictor"
 #: Largest plausible load of one interval, in requests or tokens.
 MAX_LOAD = 1e15
+#: Largest count in the parameters of a predictor.
+MAX_COUNT = 1_000_000
 #: Steps ahead at which errors are recorded; others are interpolated.
 HORIZONS = (1, 2, 4, 8)
 
@@ -54,25 +56,8 @@ class PredictorParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     errors: int = 64  # recent forecast errors that the bounds come from
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.coverage < 1.0:
-            raise ConfigError(f"coverage is {self.coverage}; it must be above 0 and below 1")
-        check_counts(self, 2, "errors")
-
-
-def check_counts(params: msgspec.Struct, minimum: int, *names: str) -> None:
-    """Raise ConfigError for fields outside `minimum`..1,000,000."""
-    for name in names:
-        value = getattr(params, name)
-        if not minimum <= value <= 1_000_000:
-            raise ConfigError(f"{name} is {value}; it must be from {minimum} to 1000000")
-
-
-def check_positive(params: msgspec.Struct, *names: str) -> None:
-    """Raise ConfigError for fields not finite and above 0."""
-    for name in names:
-        value = getattr(params, name)
-        if not 0.0 < value < math.inf:
-            raise ConfigError(f"{name} is {value}; it must be finite, and above 0")
+        check_bounds("coverage", self.coverage, gt=0, lt=1)
+        check_bounds("errors", self.errors, ge=2, le=MAX_COUNT)
 
 
 def load(name: str, params: Mapping[str, Any] | None = None) -> LoadPredictor:
@@ -233,7 +218,7 @@ class EwmaParams(PredictorParams, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "half_life")
+        check_bounds("half_life", self.half_life, gt=0)
 
 
 class Ewma(CalibratedPredictor):

@@ -19,10 +19,11 @@ Pools get the GPUs where the sum is largest (`frontier`), and one price clears t
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import msgspec
+
+from pigou.config import check_bounds, check_fields
 
 if TYPE_CHECKING:
     from pigou.objectives import ProvisioningTimes
@@ -73,14 +74,10 @@ class PricePlannerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     operating_points: bool = False  # whether `max_seqs` follows the ITL objective
 
     def __post_init__(self) -> None:
-        for name in ("gpu_price", "late_s", "horizon_s", "recovery_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
-        for name in ("up", "down", "mix"):
-            if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0, below 1")
-        if self.hold_s is not None and not 0 <= self.hold_s < math.inf:
-            raise ValueError(f"hold_s is {self.hold_s}; it must be at least 0")
+        check_fields(self, "gpu_price", "late_s", "horizon_s", "recovery_s", gt=0)
+        check_fields(self, "up", "down", "mix", gt=0, lt=1)
+        if self.hold_s is not None:
+            check_bounds("hold_s", self.hold_s, ge=0)
 
     def hold_seconds(self, start_up_s: float) -> float:
         """Return how long load must have fallen, and a grown pool keeps its size."""

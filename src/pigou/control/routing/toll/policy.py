@@ -6,7 +6,8 @@ from typing import ClassVar
 
 import msgspec
 
-from pigou.control.routing.policy import Costs, CostTable, RequestView, check_finite, check_share
+from pigou.config import check_fields
+from pigou.control.routing.policy import MAX_WEIGHT, Costs, CostTable, RequestView
 from pigou.control.routing.toll.kernel import cost_rows
 from pigou.control.routing.toll.terms import PARTS
 from pigou.control.routing.view import Candidates, FleetView
@@ -28,8 +29,8 @@ class TollParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     storage_restore: float = 0.5  # the same for disk and object storage
 
     def __post_init__(self) -> None:
-        check_finite(self, "toll", "urgency")
-        check_share(self, "host_restore", "storage_restore")
+        check_fields(self, "toll", "urgency", ge=0, le=MAX_WEIGHT)
+        check_fields(self, "host_restore", "storage_restore", ge=0, le=1)
 
 
 _FULL_PRICE = TollParams()
