@@ -41,8 +41,7 @@ def test_the_environment_has_the_last_word(tmp_path: Path) -> None:
 KERNELS = """
 import os, sys, time
 from numba.core import event
-from pigou import kernel_cache
-from pigou.compiled import kernel
+from pigou.compiled import kernel, on_compiling
 
 compiled = []
 class Count(event.Listener):
@@ -61,7 +60,7 @@ def outer(x):
     return inner(x) * 2
 
 begun = []
-with kernel_cache.on_compiling(begun.append):
+with on_compiling(begun.append):
     assert outer(20) == 42
 print(len(compiled), len(begun))
 """

@@ -1,14 +1,33 @@
-"""The decorator of compiled kernels, and a writable place for what numba caches."""
+"""Decorators of compiled kernels, and numba's cache of them.
+
+The cache is in a writable place, and shared by the processes of a fleet that start together: one
+process compiles a kernel, the others wait and load it. A cache file that is damaged counts as
+missing, and a cache that cannot be written is done without.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from pigou.small_file import check_regular
+
+_log = logging.getLogger(__name__)
+
+#: Seconds that another process is given to compile one kernel, before this one does it too.
+WAIT_S = 120.0
+#: Seconds between looks at a kernel that another process compiles.
+_POLL_S = 0.02
+Listener = Callable[[str], None]
+_listeners: list[Listener] = []
 Function = TypeVar("Function", bound=Callable[..., Any])
 #: `_nrt` is numba's own switch for the runtime that counts references; it has no public name.
 _BARE: dict[str, Any] = {"nogil": True, "_nrt": False}
@@ -45,8 +64,8 @@ if "NUMBA_CACHE_DIR" not in os.environ and (_folder := cache_folder(Path(__file_
     os.environ["NUMBA_CACHE_DIR"] = str(_folder)
 
 from numba import njit  # noqa: E402  (numba reads NUMBA_CACHE_DIR when it is imported)
-
-from pigou.kernel_cache import share  # noqa: E402
+from numba.core.caching import IndexDataCacheFile  # noqa: E402
+from numba.core.compiler_lock import global_compiler_lock  # noqa: E402
 
 
 def kernel(function: Function) -> Function:
@@ -93,3 +112,116 @@ def inlined(function: Function) -> Function:
     A call would hand over arrays field by field, which costs more than a short function does.
     """
     return cast(Function, njit(forceinline=True, **_BARE)(function))
+
+
+@contextmanager
+def on_compiling(listener: Listener) -> Iterator[None]:
+    """Within it, `listener` gets the name of each kernel that this process begins to compile."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+class KernelCacheFile(IndexDataCacheFile):
+    """The files of one kernel's cache; what cannot be read or written is no error."""
+
+    def load(self, key: Any) -> Any:
+        """Return a cached entry, None where it must be compiled."""
+        entry = super().load(key)
+        if entry is None:
+            name = self._index_name.rsplit("-", 1)[0]
+            for listener in tuple(_listeners):
+                listener(name)
+        return entry
+
+    def save(self, key: Any, data: Any) -> None:
+        """Keep an entry, where the folder can be written."""
+        try:
+            super().save(key, data)
+        except OSError as error:
+            _log.warning("a compiled kernel cannot be kept in %s: %s", self._cache_path, error)
+
+    def _load_index(self) -> dict[Any, str]:
+        try:
+            _check(self._index_path)
+            index: dict[Any, str] = super()._load_index()
+        except Exception as error:  # unpickling damaged bytes can raise anything
+            _log.warning("%s cannot be read, and is made anew: %s", self._index_path, error)
+            return {}
+        return index
+
+    def _load_data(self, name: str) -> Any:
+        try:
+            _check(self._data_path(name))
+            return super()._load_data(name)
+        except OSError:
+            raise
+        except Exception as error:
+            _log.warning("%s is damaged, and is made anew: %s", self._data_path(name), error)
+            raise OSError(str(error)) from error
+
+
+def _check(path: str) -> None:
+    """Refuse what numba would wait at, or fill the memory with. Raises OSError."""
+    with suppress(FileNotFoundError):
+        check_regular(os.stat(path), path)
+
+
+def share(kernel: Any, stamp: Any = None) -> Any:
+    """Let one process at a time compile a kernel of numba's; return it.
+
+    Args:
+        kernel: a dispatcher of `njit(cache=True)`.
+        stamp: what its source must be like for a cached entry to hold; None leaves it to numba,
+            which looks at the kernel's own file.
+    """
+    cache, compile_ = kernel._cache, kernel.compile
+    if not hasattr(cache, "_cache_file"):
+        return kernel  # it is compiled without a cache
+    of_numba = cache._cache_file
+    file = KernelCacheFile(
+        cache._cache_path,
+        cache._impl.filename_base,
+        of_numba._source_stamp if stamp is None else stamp,
+    )
+    cache._cache_file = file
+    lock = file._index_path.removesuffix(".nbi") + ".lock"
+
+    def compile(sig: Any) -> Any:
+        # The order of the locks matters: a thread that holds a kernel's must not wait for numba's.
+        with global_compiler_lock, _locked(lock):
+            return compile_(sig)
+
+    kernel.compile = compile
+    return kernel
+
+
+@contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Hold a file's lock among processes, where there can be such a lock."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:  # a cache that is only read
+        yield
+        return
+    try:
+        _wait(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _wait(descriptor: int) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return  # the lock's holder hangs; a kernel compiled twice does no harm
+            time.sleep(_POLL_S)
+        except OSError:  # the file system has no locks
+            return

@@ -36,8 +36,7 @@ from pigou.config import ConfigError, RunError, check_all, wrong
 from pigou.config_option import OTHER_OPTIONS, Option, option_of
 from pigou.kv.tier_config import TierOption, split_tier
 from pigou.request import SECOND
-from pigou.small_file import read_bytes
-from pigou.yaml_file import load_yaml
+from pigou.small_file import load_yaml, read_bytes
 
 _OPTION, _HELP = "config", "help_all"
 #: Options that `--help` shows of commands with more than twenty; `--help-all` shows the others.

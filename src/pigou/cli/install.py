@@ -45,8 +45,8 @@ def warm(
     For images and installation scripts: a machine with another CPU compiles anew. A worker's need
     `pigou[worker]`.
     """
+    from pigou.compiled import on_compiling
     from pigou.imports import require
-    from pigou.kernel_cache import on_compiling
 
     if what != "gateway":
         require("worker", "--what worker", "; or give --what gateway")

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from pigou.compiled import on_compiling
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.journal import journal_config
 from pigou.control.planner.config import PlannerConfig
@@ -37,7 +38,6 @@ from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.prompt_reader import PromptReader, PromptTokenizer
 from pigou.gateway.startup_shutdown import StageListener, Startup
 from pigou.imports import require
-from pigou.kernel_cache import on_compiling
 from pigou.stop_signals import END_S, StopSignals
 from pigou.tracing.tracer import open_tracer
 from pigou.wire import json_limits, kv_event_decoding

@@ -12,8 +12,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-import pigou.compiled  # noqa: F401  (sets numba's cache directory)
-from pigou.kernel_cache import share
+from pigou.compiled import share
 
 # ruff: noqa: ARG001  (numba finds an instruction's arguments by position)
 

@@ -18,7 +18,7 @@ from pigou.request import Role
 from pigou.sim.arrival_rate import MAX_SECONDS
 from pigou.sim.network import LinkConfig
 from pigou.sim.setup import TierConfig
-from pigou.yaml_file import read_yaml
+from pigou.small_file import read_yaml
 
 _MAX_GATEWAYS = 64
 _MAX_FACTOR = 10**6  # limit of factors of a step's time, and of losses an hour

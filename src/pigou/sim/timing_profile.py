@@ -27,8 +27,7 @@ from pigou.models.read import normalized, shape_name
 from pigou.request import Ints, Nanos
 from pigou.sim.gpus import Gpu
 from pigou.sim.timing import StepShape, Timing
-from pigou.small_file import read_text
-from pigou.yaml_file import read_yaml
+from pigou.small_file import read_text, read_yaml
 
 Floats = NDArray[np.float64]
 #: Nanoseconds in a microsecond.

@@ -18,8 +18,7 @@ import msgspec
 
 from pigou import __version__
 from pigou.config import ConfigError, RunError
-from pigou.small_file import read_text
-from pigou.yaml_file import load_yaml
+from pigou.small_file import load_yaml, read_text
 
 _CHUNK = 1 << 18
 _TIMEOUT_S = 30.0

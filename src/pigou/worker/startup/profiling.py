@@ -13,6 +13,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from pigou.compiled import on_compiling
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Plan
 from pigou.engine.startup_profiling import (
@@ -24,7 +25,6 @@ from pigou.engine.startup_profiling import (
     profiled_loads,
     warm_up,
 )
-from pigou.kernel_cache import on_compiling
 from pigou.kv import checksum
 from pigou.request import SECOND, Rehearsed, Request, SamplingParams, no_hashes
 from pigou.runtime.step_output import StepOutput
