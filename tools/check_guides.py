@@ -194,7 +194,7 @@ class PageRun:
             "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
             "OMP_NUM_THREADS": "1",
-            "COLUMNS": "110",
+            "COLUMNS": "160",  # tables do not wrap
             "PIGOU_FLEET_SECRET": "0" * 64,
         }
 

@@ -163,7 +163,8 @@ class EvictionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     def __post_init__(self) -> None:
         check_bounds("eviction.sinks", self.sinks, ge=0)
         check_bounds("eviction.recent", self.recent, ge=1)
-        check_bounds("eviction.least", self.least, ge=self.sinks + self.recent)
+        least = self.sinks + self.recent
+        check_bounds("eviction.least", self.least, ge=least, unit=" (sinks + recent)")
         check_bounds("eviction.interval", self.interval, ge=1)
         check_bounds("eviction.ceiling", self.ceiling, gt=0, infinite=True)
         check_bounds("eviction.rate", self.rate, gt=0, infinite=True)

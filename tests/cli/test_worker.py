@@ -43,7 +43,7 @@ SLEEP = ("--executor", "sleep", "--model", "bundled", "--blocks", "64")
         (["--eviction", "h2o", "--eviction-recent", "0"], "--eviction-recent is 0; it must be at"),
         (
             ["--eviction", "h2o", "--eviction-least", "8"],
-            "--eviction-least is 8; it must be at least",
+            "--eviction-least is 8; it must be at least 36 (sinks + recent)",
         ),
         (["--eviction", "h2o", "--eviction-interval", "8"], "at least the block size, 16"),
         (["--eviction", "h2o", "--eviction-floor", "a"], "--eviction-floor 'a' is not NAME=NUMBER"),
