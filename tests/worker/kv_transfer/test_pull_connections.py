@@ -14,7 +14,7 @@ from pigou.worker.kv_transfer.transfer_params import TransferReason
 
 
 def links(sender: Any) -> int:
-    return len(sender._channel._links)
+    return len(sender._links)
 
 
 def test_pulls_one_after_another_share_a_connection(make_sender: Any, make_receiver: Any) -> None:
@@ -63,7 +63,7 @@ def test_memory_of_a_sender_that_is_gone_is_let_go(
     sender.close()
     sender._exports["shm"]._memory.close()
     stand.eventually(lambda: not backend._mapped)
-    stand.eventually(lambda: not receiver._puller._links._idle)
+    stand.eventually(lambda: not receiver._links._idle)
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])

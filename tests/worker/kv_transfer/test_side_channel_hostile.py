@@ -152,11 +152,11 @@ def test_connections_that_say_nothing_are_ended_and_those_beyond_the_limit_turne
             stack.enter_context(socket.create_connection(("127.0.0.1", sender.port), 5))
             for _ in range(3)
         ]
-        stand.eventually(lambda: len(sender._channel._links) == 3)
+        stand.eventually(lambda: len(sender._links) == 3)
         params = sender.offer("r", ids(1), 16)
         assert pull(receiver, params, ids(0)).reason is TransferReason.BUSY
         assert socks[0].recv(1) == b""
-        stand.eventually(lambda: not sender._channel._links)
+        stand.eventually(lambda: not sender._links)
         assert pull(receiver, params, ids(0)).reason is TransferReason.OK
 
 

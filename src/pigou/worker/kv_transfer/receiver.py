@@ -114,8 +114,10 @@ class Receiver:
         checksum.warm_up()
         self._config = config or TransferConfig()
         self._store = store
+        self._fingerprint = store.layout.fingerprint()
         self._imports = [self._import(name) for name in self._config.backends]
-        self._puller = Puller(store, self._imports, self._config, key)
+        self._links = ConnectionPool(self._config.timeout, key)
+        self._paths, self._lock = PathTimes(), threading.Lock()
         self._wake = threading.Condition()
         self._waiting: deque[Pull] = deque()
         self._closed = False
@@ -169,7 +171,7 @@ class Receiver:
             left = list(self._waiting)
             self._waiting.clear()
             self._wake.notify_all()
-        self._puller.close()
+        self._links.close()
         for thread in self._threads:
             thread.join()
         for backend in self._imports:
@@ -198,7 +200,7 @@ class Receiver:
             with self._wake:
                 while not self._waiting and not self._closed:
                     if not self._wake.wait(_SWEEP):
-                        self._puller.sweep()
+                        self._sweep()
                 if self._closed:
                     return
                 pull = self._waiting.popleft()
@@ -207,29 +209,18 @@ class Receiver:
             else:
                 self._finish(pull, self._pull(pull))
 
-    def _pull(self, pull: Pull) -> TransferResult:
-        try:
-            ticket = read_transfer_params(pull.params, self._key)
-        except TransferError as error:
-            return TransferResult("", 0, 0, error.reason, error.detail)
-        try:
-            return self._puller.pull(ticket, pull.first, pull.dest, lambda: pull.cancelled)
-        except Exception as error:  # the waiting caller must be answered
-            request = ticket.remote_request_id
-            log.exception("a pull of request %s failed", request, extra=about(request))
-            return TransferResult(ticket.remote_request_id, 0, 0, TransferReason.STORE, repr(error))
-
-    def _decline(self, pull: Pull) -> None:
-        try:
-            self._puller.decline(read_transfer_params(pull.params, self._key))
-        except TransferError as error:
-            log.info("an offer could not be declined, and will expire: %s", str(error))
-        except Exception:
-            log.exception("an offer could not be declined, and will expire")
+    def _sweep(self) -> None:
+        self._links.sweep()
+        for backend in self._imports:
+            backend.sweep()
 
     def _finish(self, pull: Pull, outcome: TransferResult) -> None:
         if outcome.reason is not TransferReason.OK:
-            log.warning("pull of request %s: %s %s", *_words(outcome), extra=about(outcome.request))
+            log.warning(
+                "pull of request %s: %s %s",
+                outcome.request or "(unknown)", outcome.reason, outcome.detail,
+                extra=about(outcome.request),
+            )  # fmt: skip
         if pull.done is None:
             return
         try:
@@ -239,35 +230,18 @@ class Receiver:
                 "done failed for request %s", outcome.request, extra=about(outcome.request)
             )
 
+    # --- one pull -------------------------------------------------------------------------------
 
-def _words(outcome: TransferResult) -> tuple[str, str, str]:
-    return outcome.request or "(unknown)", outcome.reason, outcome.detail
-
-
-class Puller:
-    """Runs pulls for a Receiver's threads; tracks open connections to cut at `close`."""
-
-    def __init__(
-        self,
-        store: DeviceBlocks,
-        imports: Sequence[ReceiveBackend],
-        config: TransferConfig,
-        key: bytes = b"",
-    ) -> None:
-        self._store = store
-        self._imports = imports
-        self._links = ConnectionPool(config.timeout, key)
-        self._fingerprint = store.layout.fingerprint()
-        self._paths, self._lock = PathTimes(), threading.Lock()
-
-    def pull(
-        self, ticket: TransferParams, first: int, dest: Ints, cancelled: Callable[[], bool]
-    ) -> TransferResult:
-        """Pull blocks `first` to `first + len(dest)`; return the outcome, never raise."""
-        began = time.monotonic()
-        run = _Run(ticket, first, dest, cancelled)
+    def _pull(self, pull: Pull) -> TransferResult:
+        """Pull blocks; return the outcome, never raise."""
         try:
-            self._check(run)
+            ticket = read_transfer_params(pull.params, self._key)
+        except TransferError as error:
+            return TransferResult("", 0, 0, error.reason, error.detail)
+        began = time.monotonic()
+        run = _Run(ticket, pull)
+        try:
+            self._check_offer(run)
             self._by_any_backend(run)
             reason, detail = TransferReason.OK, ""
         except TransferError as error:
@@ -276,7 +250,7 @@ class Puller:
             request = ticket.remote_request_id
             log.exception("pull of request %s failed", request, extra=about(request))
             reason, detail = self._early(run, TransferError(TransferReason.STORE, repr(error)))
-        blocks = run.blocks
+        first, blocks = pull.first, run.blocks
         tokens = min(ticket.remote_num_tokens, (first + blocks) * ticket.remote_block_size)
         return TransferResult(
             request=ticket.remote_request_id,
@@ -291,7 +265,15 @@ class Puller:
             seconds=time.monotonic() - began,
         )
 
-    def decline(self, ticket: TransferParams) -> bool:
+    def _decline(self, pull: Pull) -> None:
+        try:
+            self._tell(read_transfer_params(pull.params, self._key))
+        except TransferError as error:
+            log.info("an offer could not be declined, and will expire: %s", str(error))
+        except Exception:
+            log.exception("an offer could not be declined, and will expire")
+
+    def _tell(self, ticket: TransferParams) -> bool:
         """Tell the sender to free the blocks; True if still held. Raises TransferError."""
         with self._links.link(ticket.address, fresh=True) as (link, _):
             link.send(
@@ -299,17 +281,7 @@ class Puller:
             )
             return expect(link, Confirm).held
 
-    def close(self) -> None:
-        """Cut all connections, and refuse new ones."""
-        self._links.close()
-
-    def sweep(self) -> None:
-        """Free unused resources; called periodically."""
-        self._links.sweep()
-        for backend in self._imports:
-            backend.sweep()
-
-    def _check(self, run: _Run) -> None:
+    def _check_offer(self, run: _Run) -> None:
         layout, ticket = self._store.layout, run.ticket
         if ticket.remote_layout != self._fingerprint:
             raise TransferError(
@@ -318,11 +290,11 @@ class Puller:
                 f"{self._fingerprint} ({layout}): both workers must serve the same model "
                 "with the same dtype and block size",
             )
-        if run.first + len(run.dest) > ticket.blocks:
+        first, end = run.pull.first, run.pull.first + len(run.pull.dest)
+        if end > ticket.blocks:
             raise TransferError(
                 TransferReason.BAD_PARAMS,
-                f"blocks {run.first} to {run.first + len(run.dest)} are wanted; "
-                f"{ticket.blocks} are offered",
+                f"blocks {first} to {end} are wanted; {ticket.blocks} are offered",
             )
 
     def _by_any_backend(self, run: _Run) -> None:
@@ -333,7 +305,7 @@ class Puller:
             for backend in self._imports
             if backend.name in ticket.remote_backends and backend.reaches(ticket)
         }
-        size = len(run.dest) * self._store.layout.block_bytes
+        size = len(run.pull.dest) * self._store.layout.block_bytes
         with self._lock:
             order = self._paths.order(host, list(backends), size)
         for name in order:
@@ -372,7 +344,7 @@ class Puller:
     def _over(self, link: SideChannelLink, backend: ReceiveBackend, run: _Run) -> None:
         granted = self._open(link, backend.name, run)
         run.backend, run.needs_confirmation = backend.name, backend.needs_confirmation
-        run.landing = ReceiveBuffer(self._store, run.dest, run.cancelled)
+        run.landing = ReceiveBuffer(self._store, run.pull.dest, lambda: run.pull.cancelled)
         backend.fetch(link, granted, run.landing, _Renewal(link, granted.patience))
         link.send(Done(run.landing.good))
         run.confirmed = expect(link, Confirm).held
@@ -380,7 +352,7 @@ class Puller:
             raise TransferError(TransferReason.EXPIRED, "the lease was lost during the pull")
 
     def _open(self, link: SideChannelLink, backend: str, run: _Run) -> GrantFrame:
-        ticket, count = run.ticket, len(run.dest)
+        ticket, count = run.ticket, len(run.pull.dest)
         link.send(
             Open(
                 engine=ticket.remote_engine_id,
@@ -388,7 +360,7 @@ class Puller:
                 secret=ticket.remote_secret,
                 layout=self._fingerprint,
                 last_hash=ticket.remote_last_hash,
-                first=run.first,
+                first=run.pull.first,
                 count=count,
                 backend=backend,
             )
@@ -399,8 +371,8 @@ class Puller:
         """End a failed pull, freeing the sender's blocks before their lease expires."""
         if error.reason in _TELL and not self._links.closed:
             try:
-                run.confirmed = self.decline(run.ticket)
-            except TransferError as failure:
+                run.confirmed = self._tell(run.ticket)
+            except Exception as failure:  # the waiting caller must be answered
                 log.info("the sender could not be told: %s", str(failure))
         return error.reason, error.detail
 
@@ -410,9 +382,7 @@ class _Run:
     """State of a running pull."""
 
     ticket: TransferParams
-    first: int
-    dest: Ints
-    cancelled: Callable[[], bool]
+    pull: Pull
     backend: str = ""
     needs_confirmation: bool = False
     confirmed: bool = False

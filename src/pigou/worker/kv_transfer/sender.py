@@ -9,12 +9,11 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from pigou.background import Background
 from pigou.kv import checksum
-from pigou.kv.block import KVLayout
 from pigou.logs import about
 from pigou.request import SECOND, Ints
 from pigou.runtime.stores.store import DeviceBlocks
@@ -77,17 +76,13 @@ class Sender:
         self._exports = self._export(memory)
         self._book = LeaseTable(self._config.lease, self._config.max_hold, on_release)
         self._offers: queue.SimpleQueue[LeasedBlocks | None] = queue.SimpleQueue()
-        self._channel = SideChannel(
-            self._config,
-            engine=self.engine_id,
-            layout=store.layout,
-            book=self._book,
-            exports=self._exports,
-            background=background,
-            key=key,
-        )
-        self.port = self._channel.port
+        self._lock = threading.Lock()
+        self._links: dict[SideChannelLink, threading.Thread] = {}
+        self._closed = False
+        self._listener = _listen(self._config.host, self._config.port)
+        self.port: int = self._listener.getsockname()[1]
         self._threads = [
+            background.thread("kv-accept", self._accept),
             background.thread("kv-checksum", self._hash),
             background.thread("kv-lease", self._book.reap),
         ]
@@ -118,9 +113,18 @@ class Sender:
     def close(self) -> None:
         """Release all offers, and end connections and threads; the store is unused afterwards."""
         self._book.close()
-        self._channel.close()
         self._offers.put(None)
-        for thread in self._threads:
+        with self._lock:
+            self._closed = True
+            links = dict(self._links)
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`; `close` does not
+        except OSError:
+            log.debug("the listener was down already")
+        self._listener.close()
+        for link in links:
+            link.close()
+        for thread in [*links.values(), *self._threads]:
             thread.join()
         for export in self._exports.values():
             export.close()
@@ -168,51 +172,7 @@ class Sender:
                 offer.error = f"cannot read the blocks: {error!r}"
             offer.ready.set()
 
-
-class SideChannel:
-    """The listening end of a Sender."""
-
-    def __init__(
-        self,
-        config: TransferConfig,
-        *,
-        engine: str,
-        layout: KVLayout,
-        book: LeaseTable,
-        exports: Mapping[str, SendBackend],
-        background: Background,
-        key: bytes = b"",
-    ) -> None:
-        """Bind and serve; a `key` requires peers to prove it. Raises OSError if unavailable."""
-        self._config = config
-        self._engine = engine
-        self._layout = layout
-        self._fingerprint = layout.fingerprint()
-        self._book = book
-        self._exports = exports
-        self._key = key
-        self._lock = threading.Lock()
-        self._links: dict[SideChannelLink, threading.Thread] = {}
-        self._closed = False
-        self._listener = _listen(config.host, config.port)
-        self.port: int = self._listener.getsockname()[1]
-        self._acceptor = background.thread("kv-accept", self._accept)
-        self._acceptor.start()
-
-    def close(self) -> None:
-        """End all connections and threads."""
-        with self._lock:
-            self._closed = True
-            links = dict(self._links)
-        try:
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`; `close` does not
-        except OSError:
-            log.debug("the listener was down already")
-        self._listener.close()
-        for link in links:
-            link.close()
-        for thread in [self._acceptor, *links.values()]:
-            thread.join()
+    # --- the side channel -----------------------------------------------------------------------
 
     def _accept(self) -> None:
         while True:
@@ -281,7 +241,7 @@ class SideChannel:
             )
         if not isinstance(request, Open | Decline):
             raise TransferError(TransferReason.PROTOCOL, f"{type(request).__name__} out of turn")
-        if request.engine != self._engine:
+        if request.engine != self.engine_id:
             raise TransferError(TransferReason.UNKNOWN, "another engine: this sender was restarted")
         offer = self._book.find(request.request, request.secret)
         if isinstance(request, Decline):
@@ -307,7 +267,8 @@ class SideChannel:
     def _check(self, request: Open, offer: LeasedBlocks) -> SendBackend:
         if request.layout != self._fingerprint:
             raise TransferError(
-                TransferReason.LAYOUT, f"the sender's blocks are {self._layout}; yours are not"
+                TransferReason.LAYOUT,
+                f"the sender's blocks are {self._store.layout}; yours are not",
             )
         if not hmac.compare_digest(request.last_hash.encode(), offer.last_hash.encode()):
             raise TransferError(
