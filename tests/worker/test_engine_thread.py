@@ -21,7 +21,7 @@ from pigou.worker.config import WorkerConfig
 from pigou.worker.engine_thread.commands import Abort, Add, OnStep, Report, Stop
 from pigou.worker.engine_thread.engine_thread import EngineThread
 from pigou.worker.engine_thread.mock_worker import MockBackend, TimingLaw
-from pigou.worker.kv_transfer.connector import NoTransfers
+from pigou.worker.kv_transfer.connector import Transfers
 from pigou.worker.process import WorkerServer
 from pigou.worker.startup.build import build
 
@@ -38,7 +38,7 @@ class Engine:
         self.thread = EngineThread(
             self.core, backend, self.reports.put, self.crashes.append, events=True
         )
-        self.thread.transfers = NoTransfers(self.thread.put)
+        self.thread.transfers = Transfers(self.thread.put)
         self.thread.start()
 
     def add(self, name: str, tokens: int = 20, most: int = 10, **params: Any) -> None:

@@ -17,7 +17,7 @@ from pigou.worker.config import StoreTier, WorkerConfig
 from pigou.worker.engine_thread.commands import Abort, Add, ClearCache, Report, Stop
 from pigou.worker.engine_thread.engine_thread import EngineThread
 from pigou.worker.engine_thread.kv_offload import OffloadConnector
-from pigou.worker.kv_transfer.connector import NoTransfers
+from pigou.worker.kv_transfer.connector import Transfers
 from pigou.worker.startup.build import build
 
 SEED = b"burst"
@@ -53,7 +53,7 @@ class Burst:
             parts.core, parts.backend, self.report, self.faults.append, events=False
         )
         self.thread.rest = parts.rest
-        self.thread.transfers = NoTransfers(self.thread.put)
+        self.thread.transfers = Transfers(self.thread.put)
         self.tiers = OffloadConnector(parts.core.tiers, *parts.tiers, self.thread.put)
         self.thread.tiers = self.tiers
         self.tiers.recover()

@@ -37,7 +37,7 @@ from pigou.worker.engine_thread.kv_offload import OffloadConnector
 from pigou.worker.http.fleet_auth import check_exposure
 from pigou.worker.http.input_processor import InputProcessor
 from pigou.worker.http.routes import Routes
-from pigou.worker.kv_transfer.connector import KVTransfers, NoTransfers
+from pigou.worker.kv_transfer.connector import KVTransfers, Transfers
 from pigou.worker.kv_transfer.receiver import Receiver
 from pigou.worker.kv_transfer.sender import Sender
 from pigou.worker.kv_transfer.side_channel_protocol import transfer_key
@@ -193,7 +193,7 @@ class WorkerServer:
     def _start_transfers(self) -> KVTransfers | None:
         parts, put = self._parts, self.engine.put
         if self._config.kv_transfer == "none":
-            self.engine.transfers = NoTransfers(put)
+            self.engine.transfers = Transfers(put)
             return None
         # GPU blocks are staged in shared memory; host blocks must already lie in it.
         by_shm = parts.memory is not None or parts.store.as_bytes() is None

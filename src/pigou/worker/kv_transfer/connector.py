@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,14 +17,19 @@ from pigou.worker.kv_transfer.sender import Sender
 from pigou.worker.kv_transfer.transfer_params import TransferError, TransferResult
 
 
-class Transfers(Protocol):
-    """Moves blocks between workers; called from the engine thread."""
+class Transfers:
+    """Moves blocks between workers; called from the engine thread. By itself it moves none."""
 
-    def begin(self, load: Load, ticket: dict[str, Any]) -> None:
+    def __init__(self, put: Callable[[Loaded], None]) -> None:
+        self._put = put
+
+    def begin(self, load: Load, ticket: dict[str, Any]) -> None:  # noqa: ARG002
         """Fill a load's blocks, and send a `Loaded` command; without blocks, decline the offer."""
+        if len(load.blocks):
+            self._put(Loaded(load.request, 0, 0, 0))
 
     def decline(self, ticket: dict[str, Any]) -> None:
-        """Tell the sender that its blocks are not needed."""
+        """Tell the sender of a ticket that its blocks are not needed."""
 
     def cancel(self, request: str) -> None:
         """Cancel a request's load; its `Loaded` still follows."""
@@ -33,42 +38,20 @@ class Transfers(Protocol):
         """Forget a load that was answered."""
 
     def offer(
-        self, request: str, blocks: Ints, block_size: int, last_hash: str
+        self,
+        request: str,  # noqa: ARG002
+        blocks: Ints,  # noqa: ARG002
+        block_size: int,  # noqa: ARG002
+        last_hash: str,  # noqa: ARG002
     ) -> dict[str, Any] | None:
-        """Hold blocks for another worker; return the ticket, None on failure."""
+        """Hold full blocks for another worker; return the ticket, None on failure."""
+        return None
 
     def end_offer(self, request: str) -> None:
         """End an offer; sends a `Release` command if it was still held."""
 
 
-class NoTransfers:
-    """Transfers of a worker without KV transfer: loads fail at once, nothing is offered."""
-
-    def __init__(self, put: Callable[[Loaded], None]) -> None:
-        self._put = put
-
-    def begin(self, load: Load, ticket: dict[str, Any]) -> None:  # noqa: ARG002
-        """Report that no blocks arrived."""
-        if len(load.blocks):
-            self._put(Loaded(load.request, 0, 0, 0))
-
-    def decline(self, ticket: dict[str, Any]) -> None:
-        """Do nothing."""
-
-    def cancel(self, request: str) -> None:
-        """Do nothing."""
-
-    def done(self, request: str) -> None:
-        """Do nothing."""
-
-    def offer(self, *_: object) -> None:
-        """Offer nothing."""
-
-    def end_offer(self, request: str) -> None:
-        """Do nothing."""
-
-
-class KVTransfers:
+class KVTransfers(Transfers):
     """Transfers by a Sender and a Receiver."""
 
     def __init__(
@@ -78,9 +61,9 @@ class KVTransfers:
         put: Callable[[Loaded], None],
         link: SimulatedLink | None = None,
     ) -> None:
+        super().__init__(put)
         self._sender = sender
         self._receiver = receiver
-        self._put = put
         self._link = link
         self._pulls: dict[str, Pull] = {}
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from pigou.kv.checksum import Checksums
 from pigou.logs import about
@@ -16,6 +17,7 @@ from pigou.request import NEVER, SECOND, Ints
 from pigou.worker.kv_transfer.transfer_params import TransferError, TransferReason
 
 log = logging.getLogger(__name__)
+_Key = TypeVar("_Key")
 
 
 @dataclass(slots=True)
@@ -24,8 +26,8 @@ class _Lease:
     limit: int
 
 
-class LeaseClock:
-    """Tracks lease expiries; all times in integer nanoseconds.
+class LeaseClock(Generic[_Key]):
+    """Tracks lease expiries by key; all times in integer nanoseconds.
 
     A lease ends exactly once, by `end` or `expire`. It is never extended beyond `max_hold` after
     its grant, nor renewed after expiry.
@@ -34,12 +36,12 @@ class LeaseClock:
     def __init__(self, term: int, max_hold: int) -> None:
         self._term = term
         self._max_hold = max_hold
-        self._leases: dict[int, _Lease] = {}
+        self._leases: dict[_Key, _Lease] = {}
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def begin(self, key: int, now: int) -> int:
+    def begin(self, key: _Key, now: int) -> int:
         """Begin a lease and return its expiry; raises ValueError if `key` holds one."""
         if key in self._leases:
             raise ValueError(f"lease {key} is held already")
@@ -47,7 +49,7 @@ class LeaseClock:
         self._leases[key] = _Lease(expiry, now + self._max_hold)
         return expiry
 
-    def renew(self, key: int, now: int) -> bool:
+    def renew(self, key: _Key, now: int) -> bool:
         """Extend a lease to a full term from `now`; False if it has ended or expired."""
         lease = self._leases.get(key)
         if lease is None or now >= lease.expiry:
@@ -55,11 +57,11 @@ class LeaseClock:
         lease.expiry = max(lease.expiry, min(now + self._term, lease.limit))
         return True
 
-    def end(self, key: int) -> bool:
+    def end(self, key: _Key) -> bool:
         """End a lease; True if this call ended it."""
         return self._leases.pop(key, None) is not None
 
-    def expire(self, now: int) -> list[int]:
+    def expire(self, now: int) -> list[_Key]:
         """End expired leases; return their keys, oldest grant first."""
         past = [key for key, lease in self._leases.items() if now >= lease.expiry]
         for key in past:
@@ -75,7 +77,6 @@ class LeaseClock:
 class LeasedBlocks:
     """Blocks of one request that a receiver may take."""
 
-    number: int
     request: str  # request id
     blocks: Ints  # device blocks in prompt order, shape (n,)
     tokens: int  # tokens in the blocks
@@ -93,10 +94,8 @@ class LeaseTable:
 
     def __init__(self, lease: int, max_hold: int, on_release: Callable[[str], None]) -> None:
         """Lease offers for `lease` ns, `max_hold` in all; any thread calls `on_release`."""
-        self._leases = LeaseClock(lease, max_hold)
+        self._leases: LeaseClock[LeasedBlocks] = LeaseClock(lease, max_hold)
         self._offers: dict[str, LeasedBlocks] = {}
-        self._numbers: dict[int, LeasedBlocks] = {}
-        self._next = 0
         self._sleeps_until = 0
         self._on_release = on_release
         self._change = threading.Condition()
@@ -113,10 +112,8 @@ class LeaseTable:
                 raise TransferError(TransferReason.CLOSED, "the sender is closed")
             if request in self._offers:
                 raise ValueError(f"request {request!r} is offered already")
-            offer = LeasedBlocks(self._next, request, blocks, tokens, last_hash)
-            self._next += 1
-            expiry = self._leases.begin(offer.number, time.monotonic_ns())
-            self._offers[request] = self._numbers[offer.number] = offer
+            offer = self._offers[request] = LeasedBlocks(request, blocks, tokens, last_hash)
+            expiry = self._leases.begin(offer, time.monotonic_ns())
             if expiry < self._sleeps_until:
                 self._change.notify()
             return offer
@@ -135,15 +132,15 @@ class LeaseTable:
     def keep(self, offer: LeasedBlocks) -> bool:
         """Renew an offer's lease; False if it was lost, which voids the bytes sent."""
         with self._change:
-            return self._leases.renew(offer.number, time.monotonic_ns())
+            return self._leases.renew(offer, time.monotonic_ns())
 
     def finish(self, offer: LeasedBlocks) -> bool:
         """Release an offer's blocks; True if they were held until now."""
         with self._change:
-            held = self._leases.renew(offer.number, time.monotonic_ns())
-            ended = self._leases.end(offer.number)
+            held = self._leases.renew(offer, time.monotonic_ns())
+            ended = self._leases.end(offer)
             if ended:
-                self._forget(offer)
+                del self._offers[offer.request]
         if ended:
             self._released(offer)
         return held
@@ -152,9 +149,9 @@ class LeaseTable:
         """Release a request's blocks, if held; True if this call released them."""
         with self._change:
             offer = self._offers.get(request)
-            if offer is None or not self._leases.end(offer.number):
+            if offer is None or not self._leases.end(offer):
                 return False
-            self._forget(offer)
+            del self._offers[request]
         self._released(offer)
         return True
 
@@ -165,9 +162,9 @@ class LeaseTable:
                 if self._closed:
                     return
                 now = time.monotonic_ns()
-                past = [self._numbers[number] for number in self._leases.expire(now)]
+                past = self._leases.expire(now)
                 for offer in past:
-                    self._forget(offer)
+                    del self._offers[offer.request]
                 if not past:
                     self._sleeps_until = expiry = self._leases.next_expiry()
                     self._change.wait(None if expiry == NEVER else (expiry - now) / SECOND)
@@ -181,15 +178,11 @@ class LeaseTable:
         """Release all offers, refuse new ones, and let `reap` return."""
         with self._change:
             self._closed = True
-            left = [offer for offer in self._offers.values() if self._leases.end(offer.number)]
-            for offer in left:
-                self._forget(offer)
+            left = [offer for offer in self._offers.values() if self._leases.end(offer)]
+            self._offers.clear()
             self._change.notify_all()
         for offer in left:
             self._released(offer)
-
-    def _forget(self, offer: LeasedBlocks) -> None:
-        del self._offers[offer.request], self._numbers[offer.number]
 
     def _released(self, offer: LeasedBlocks) -> None:
         try:
