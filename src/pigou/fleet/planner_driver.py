@@ -24,7 +24,6 @@ from pigou.gateway.plane_driver import PlaneDriver
 from pigou.objectives import Budget, ProvisioningTimes, Slo
 from pigou.performance.sweep_tables import SweepTables
 from pigou.request import Role, Worker
-from pigou.small_file import read_bytes
 from pigou.windows.planner_window import PlannerWindow
 
 _log = logging.getLogger("pigou.fleet")
@@ -56,7 +55,7 @@ class PlannerDriver:
                 f"{len(self._plane_drivers)}; leave it out"
             )
         self._drain_s = min(drain_s, _DRAIN_S)
-        self._tables = _read_tables(config.performance)
+        self._tables = SweepTables.read(config.performance) if config.performance else None
         self._started(Budget(), ProvisioningTimes(), {"": _ANY_PROFILE}).make()
         self._task: asyncio.Task[None] | None = None
 
@@ -202,15 +201,6 @@ class PlannerDriver:
             for member in self._live_fleet.members
             for pool in self._live_fleet.pools
         )
-
-
-def _read_tables(path: str) -> SweepTables | None:
-    if not path:
-        return None
-    try:
-        return SweepTables.parse(read_bytes(path))
-    except OSError as error:
-        raise ConfigError(f"performance is {path!r}: {error.strerror}") from None
 
 
 def profile_of(worker: Worker) -> PoolProfile | None:

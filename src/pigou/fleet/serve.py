@@ -76,11 +76,7 @@ class Serving:
         self.plan_status = PlanStatus(self.plane_driver.meter, meters)
         self._planner: PlannerDriver | None = None
         if planner.plans:
-            if 0 < (planner.max_workers or 0) < len(fleet.workers):
-                raise ConfigError(
-                    f"max_workers is {planner.max_workers}, and the fleet begins with "
-                    f"{len(fleet.workers)}; give at least as many"
-                )
+            planner.check_size(len(fleet.workers))
             self._planner = PlannerDriver(
                 planner, self.live_fleet, self.plane_driver, self.plan_status, self._drain_s,
                 others,

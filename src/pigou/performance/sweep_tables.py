@@ -9,6 +9,7 @@ import msgspec
 from pigou.config import ConfigError, wrong
 from pigou.performance.model import PerformanceModel
 from pigou.request import Role
+from pigou.small_file import read_bytes
 
 
 class PromptPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -74,6 +75,14 @@ class SweepTables(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if not (tables.prompts and tables.decode):
             raise ConfigError("performance: prompts and decode need a point each; sweep again")
         return tables
+
+    @classmethod
+    def read(cls, path: str) -> SweepTables:
+        """Read the file of an option `performance`. Raises ConfigError."""
+        try:
+            return cls.parse(read_bytes(path))
+        except OSError as error:
+            raise ConfigError(f"performance is {path!r}: {error.strerror}") from None
 
     def performance(self, role: Role) -> PerformanceModel:
         """Return the performance model of a pool of such workers."""

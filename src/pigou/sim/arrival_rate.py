@@ -73,14 +73,6 @@ class RateSchedule(msgspec.Struct, frozen=True, kw_only=True):
         piece = int(np.searchsorted(self.seconds, second, side="right")) - 1
         return self.rates[piece] if piece >= 0 else 0.0
 
-    def expected(self, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the expected requests until each time: the integral of the rate."""
-        starts, sums = self._sums()
-        piece = np.maximum(np.searchsorted(starts, seconds, side="right") - 1, 0)
-        since = np.maximum(seconds - starts[piece], 0.0)
-        total: NDArray[np.float64] = sums[piece] + np.array(self.rates)[piece] * since
-        return total
-
     def times(self, counts: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the second by which each of `counts` requests is expected; infinity if never."""
         starts, sums = self._sums()

@@ -12,8 +12,9 @@ from pigou.request import SECOND
 from pigou.sim.request_run import RequestRun, RunOutcome
 from pigou.sim.simulation import Simulation
 from pigou.sim.streams import ITLHistogram
-from pigou.sim.timing import StepShape, Timing
+from pigou.sim.timing import Timing, step_nanos
 from pigou.sim.virtual_clock import EPOCH, Phase
+from pigou.sim.window_meter import generated_tokens
 from pigou.sim.worker import SimWorker
 from pigou.sim.worker_spec import FleetWorker
 from pigou.windows.builder import ObservationBuilder
@@ -97,9 +98,7 @@ class WindowObserver:
         if run.began_ns < run.sent_ns:
             self._waiting[tenant] += 1
             return
-        plane = self._simulation.fleet.plane
-        routed = plane.state.requests.get(run.attempt_id)
-        generated = run.output_tokens + (0 if routed is None else max(routed.generated, 0))
+        generated = generated_tokens(self._simulation.fleet.plane, run)
         tokens = spec.prompt_tokens + generated
         self._kv[tenant] += tokens
         self._count_tokens(run, generated)
@@ -261,8 +260,7 @@ def knee_of(timing: Timing, depth: int) -> float | None:
     """Return the batch whose decode step takes twice as long as one stream's; None up to 4,096."""
 
     def step_ns(batch: int) -> int:
-        ones, kv = np.ones(batch, dtype=np.int32), np.full(batch, depth, dtype=np.int32)
-        return int(timing.durations(StepShape(ones, kv, np.ones(batch, dtype=np.bool_)), 1)[0])
+        return step_nanos(timing, 0, 0, False, batch, depth)
 
     low, high, single_ns = 1, 2, step_ns(1)
     while step_ns(high) < 2 * single_ns:

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from pigou.engine.startup_profiling import ProfiledLoad
 from pigou.kv.resharding import split_of
 from pigou.performance.model import PerformanceModel
 from pigou.performance.speed import doubling
 from pigou.request import SECOND, Role
 from pigou.sim.fleet_config import FleetConfig
-from pigou.sim.timing import Timing
-from pigou.sim.worker_spec import WorkerSpec, step_nanos
+from pigou.sim.timing import Timing, step_nanos
+from pigou.sim.worker_spec import WorkerSpec, measure_load
 
 #: Fewest tokens of a measured prompt, or of a measured context.
 _MIN_TOKENS = 64
@@ -26,7 +27,8 @@ def measure_performance(spec: WorkerSpec, role: Role, fleet: FleetConfig) -> Per
     max_tokens = max(engine.max_model_len, _MIN_TOKENS + 1)
     prompts = np.unique(np.geomspace(_MIN_TOKENS, max_tokens, _PROMPT_POINTS).round().astype(int))
     prefill = [
-        (float(n), _prompt_s(timing, n, engine.max_batched_tokens)) for n in prompts.tolist()
+        (float(n), measure_load(ProfiledLoad(n, 0), timing, engine).seconds)
+        for n in prompts.tolist()
     ]
     contexts = doubling(_MIN_TOKENS, max_tokens)
     kv_tokens = engine.blocks * engine.block_size
@@ -50,15 +52,6 @@ def measure_performance(spec: WorkerSpec, role: Role, fleet: FleetConfig) -> Per
         overhead_s=overhead_s,
         transfer_token_s=transfer_token_s,
     )
-
-
-def _prompt_s(timing: Timing, tokens: int, chunk_tokens: int) -> float:
-    nanos, done = 0, 0
-    while done < tokens:
-        chunk = min(chunk_tokens, tokens - done)
-        nanos += step_nanos(timing, chunk, done, done + chunk == tokens, 0, 0)
-        done += chunk
-    return nanos / SECOND
 
 
 def _step_s(timing: Timing, streams: int, context: int) -> float:

@@ -26,7 +26,6 @@ from pigou.sim.pool_performance import measure_performance
 from pigou.sim.virtual_clock import EPOCH, Clock, Phase
 from pigou.sim.window_meter import WindowMeter
 from pigou.sim.worker_spec import FleetWorker
-from pigou.small_file import read_bytes
 from pigou.windows.planner_window import PlannerWindow, WorkerState
 
 #: A move may undo the one before where the arrival rate has changed by more than this share.
@@ -304,10 +303,7 @@ def _tables(config: ScalingConfig, fleets: Sequence[PlannedFleet]) -> SweepTable
             f"performance is {config.performance!r}, and the fleet has workers of several kinds; "
             "leave it out, and they are measured"
         )
-    try:
-        return SweepTables.parse(read_bytes(config.performance))
-    except OSError as error:
-        raise ConfigError(f"performance is {config.performance!r}: {error.strerror}") from None
+    return SweepTables.read(config.performance)
 
 
 def budget_of(config: ScalingConfig, fleets: Sequence[PlannedFleet]) -> Budget:
@@ -353,11 +349,7 @@ class Scaling:
         self._interval_ns = round(config.interval_s * SECOND)
         self._sample_ns = min(SECOND, self._interval_ns)
         self.peak_workers = self.size
-        if 0 < (config.max_workers or 0) < self.size:
-            raise ConfigError(
-                f"max_workers is {config.max_workers}, and the fleet begins with {self.size}; "
-                "give at least as many"
-            )
+        config.check_size(self.size)
         self._record(EPOCH)
         clock.at(EPOCH + self._sample_ns, Phase.TICK, _PLANNER_KEY, self._sample)
         clock.at(EPOCH + self._interval_ns, Phase.TICK, _PLANNER_KEY, self._plan)

@@ -132,10 +132,6 @@ class ITLHistogram:
         """Number of gaps."""
         return int(self.sums[GAPS])
 
-    def add(self, gaps: Nanos) -> None:
-        """Count gaps of 0 nanoseconds and more, shape (n,)."""
-        add_gaps(gaps, self.histogram, self.sums)
-
     def mean(self) -> float:
         """Return the mean in seconds, or NaN."""
         return int(self.sums[GAPS_NS]) / self.count / SECOND if self.count else float("nan")
@@ -165,15 +161,6 @@ def bounds(classes: Counts) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         return gaps
 
     return smallest(classes), smallest(classes + 1)
-
-
-@bare_kernel
-def add_gaps(gaps: Nanos, histogram: Counts, sums: Counts) -> None:
-    """Count gaps in a histogram and in its sums."""
-    for gap in gaps:
-        histogram[_class_of(max(gap, 1))] += 1
-        sums[GAPS] += 1
-        sums[GAPS_NS] += gap
 
 
 @bare_kernel

@@ -17,7 +17,7 @@ from pigou.kv.tier_config import build_tiers
 from pigou.kv.tiers import Tiers
 from pigou.request import SECOND
 from pigou.sim.setup import TierConfig
-from pigou.sim.timing import StepShape, Timing
+from pigou.sim.timing import Timing, step_nanos
 from pigou.sim.virtual_clock import Clock, Event, Phase
 
 #: At most one in this many device blocks is being copied at once.
@@ -52,9 +52,7 @@ def recompute_cost_of(timing: Timing, block_size: int, tokens: int) -> Recompute
     """Return a block's recompute cost by a timing model, in steps of `tokens`."""
 
     def seconds(before: int) -> float:
-        counts, kv = np.array([tokens], dtype=np.int32), np.array([before], dtype=np.int32)
-        batch = StepShape(counts, kv, np.array([True]))
-        return int(timing.durations(batch, 1)[0]) / SECOND
+        return step_nanos(timing, tokens, before, True, 0, 0) / SECOND
 
     near, far = seconds(0), seconds(_DEEPER * tokens)
     base = near / tokens * block_size

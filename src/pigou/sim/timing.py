@@ -167,6 +167,21 @@ def step_end_times(
     return end_times
 
 
+def step_nanos(
+    timing: Timing, chunk: int, done: int, last: bool, streams: int, context: int
+) -> int:
+    """Return the ns of a step of `streams` decodes and a prompt chunk after `done` tokens."""
+    prompt = int(chunk > 0)
+    counts, kv_lens = (
+        np.ones(streams + prompt, np.int32),
+        np.full(streams + prompt, context, np.int32),
+    )
+    samples = np.ones(streams + prompt, np.bool_)
+    if prompt:
+        counts[-1], kv_lens[-1], samples[-1] = chunk, done, last
+    return int(timing.durations(StepShape(counts, kv_lens, samples), 1)[0])
+
+
 class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Seconds of a step with n decodes, k prompts begun and t prompt tokens.
 

@@ -40,6 +40,12 @@ class _Progress:
     prefill_tokens: int = 0
 
 
+def generated_tokens(plane: ControlPlane, run: RequestRun) -> int:
+    """Return a request's output tokens, as far as the gateway knows."""
+    routed = plane.state.requests.get(run.attempt_id)
+    return run.output_tokens + (0 if routed is None else max(routed.generated, 0))
+
+
 class WindowMeter:
     """Makes a planner's windows; a request counts where its first token or its end falls."""
 
@@ -121,8 +127,7 @@ class WindowMeter:
         """Return the tokens that were generated since, as far as the gateway knows, by class."""
         tokens: dict[str, int] = {}
         for number, run in self._open.items():
-            routed = self._plane.state.requests.get(run.attempt_id)
-            total = run.output_tokens + (0 if routed is None else max(routed.generated, 0))
+            total = generated_tokens(self._plane, run)
             name = class_name(self._objectives, run)
             # A further attempt of the client begins again with no token.
             tokens[name] = tokens.get(name, 0) + max(0, total - self._tokens.get(number, 0))

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from pigou.config import ConfigError, EngineConfig
 from pigou.engine.startup_profiling import (
     CONTEXT_TOKENS,
@@ -22,7 +20,7 @@ from pigou.request import SECOND, KVEvent, Rehearsed, Role, Worker
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.setup import TierConfig
 from pigou.sim.tiers import simulated_tiers
-from pigou.sim.timing import StepShape, Timing
+from pigou.sim.timing import Timing, step_nanos
 from pigou.sim.virtual_clock import EPOCH
 from pigou.sim.worker import SimWorker
 from pigou.windows.planner_window import WorkerState
@@ -128,10 +126,11 @@ def rank_splits(
 
 def measure_speeds(timing: Timing, config: EngineConfig) -> tuple[Rehearsed, ...]:
     """Return the seconds of startup profiling's loads, by the worker's timing."""
-    return tuple(_measure(load, timing, config) for load in profiled_loads(config))
+    return tuple(measure_load(load, timing, config) for load in profiled_loads(config))
 
 
-def _measure(load: ProfiledLoad, timing: Timing, config: EngineConfig) -> Rehearsed:
+def measure_load(load: ProfiledLoad, timing: Timing, config: EngineConfig) -> Rehearsed:
+    """Return the seconds of a load, by the worker's timing."""
     done, steps, nanos = 0, 0, 0
     min_steps = 1 if load.tokens else DECODE_STEPS
     while done < load.tokens or steps < min_steps:
@@ -141,18 +140,3 @@ def _measure(load: ProfiledLoad, timing: Timing, config: EngineConfig) -> Rehear
         )
         done, steps = done + chunk, steps + 1
     return Rehearsed(load.tokens, load.streams, steps, nanos / SECOND)
-
-
-def step_nanos(
-    timing: Timing, chunk: int, done: int, last: bool, streams: int, context: int
-) -> int:
-    """Return the ns of a step of `streams` decodes and a prompt chunk after `done` tokens."""
-    prompt = int(chunk > 0)
-    counts, kv_lens = (
-        np.ones(streams + prompt, np.int32),
-        np.full(streams + prompt, context, np.int32),
-    )
-    samples = np.ones(streams + prompt, np.bool_)
-    if prompt:
-        counts[-1], kv_lens[-1], samples[-1] = chunk, done, last
-    return int(timing.durations(StepShape(counts, kv_lens, samples), 1)[0])

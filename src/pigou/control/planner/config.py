@@ -135,6 +135,14 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                     f"{name} is {getattr(self, name)!r}, and no planner {why}; give --planner too"
                 )
 
+    def check_size(self, workers: int) -> None:
+        """Refuse fewer `max_workers` than a fleet begins with."""
+        if 0 < (self.max_workers or 0) < workers:
+            raise ConfigError(
+                f"max_workers is {self.max_workers}, and the fleet begins with {workers}; give at "
+                "least as many"
+            )
+
     @property
     def plans(self) -> bool:
         """True if there is a planner."""
