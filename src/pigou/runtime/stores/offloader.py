@@ -120,7 +120,7 @@ class KVOffloader:
             elif not reason and self.send(copy, index, entries, target, done):
                 return
             copy.drop()
-            done(OffloadResult(good, reason or ("" if target == HOST else REFUSED), 0))
+            done(OffloadResult(good, reason or ("" if target == HOST else REFUSED)))
 
         return self.copy_out(blocks, copied)
 
@@ -208,7 +208,6 @@ class KVOffloader:
             CircuitBreaker(settings.failures, settings.pause, settings.longest_pause),
             TransferRate(latency, store.block_bytes / speed),
             store.probe,
-            block_bytes=store.block_bytes,
             limit=settings.queue_blocks,
             clock=self._clock,
         )

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -27,7 +27,6 @@ class OffloadResult:
 
     good: Bools  # blocks that arrived intact, shape (n,)
     reason: str  # why the job failed; empty for blocks merely missing or without room
-    nanos: int
 
 
 @dataclass(slots=True)
@@ -42,35 +41,18 @@ class TransferJob:
     reason: str = ""  # set by `run` if blocks did not arrive though nothing failed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TransferQueueStatus:
     """Status and counters of a transfer queue."""
 
-    up: bool
-    reason: str  # why it is down
-    jobs: int
-    blocks: int
-    moved: int  # blocks that arrived
-    missed: int  # blocks absent, without room, void or torn
-    failed: int  # blocks of failed jobs
-    refused: int  # blocks of refused jobs
-    errors: int  # failed jobs
-    restarts: int  # restarts of the loop after a failure
-    bytes: int  # bytes of arrived blocks
-    seconds: float
-    latency: float  # measured seconds per job, without its blocks' seconds
-    bytes_per_second: float
-
-
-@dataclass(slots=True)
-class _Counts:
-    moved: int = 0
-    missed: int = 0
-    failed: int = 0
-    refused: int = 0
-    errors: int = 0
-    restarts: int = 0
-    nanos: int = 0
+    up: bool = True
+    reason: str = ""  # why it is down
+    jobs: int = 0
+    blocks: int = 0
+    moved: int = 0  # blocks that arrived
+    refused: int = 0  # blocks of refused jobs
+    errors: int = 0  # failed jobs
+    restarts: int = 0  # of the loop, after a failure
 
 
 @dataclass(slots=True)
@@ -93,7 +75,6 @@ class TransferQueue:
         rate: TransferRate,
         probe: Callable[[], None],
         *,
-        block_bytes: int,
         limit: int,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -101,10 +82,9 @@ class TransferQueue:
         self._breaker = breaker
         self._rate = rate
         self._probe = probe
-        self._block_bytes = block_bytes
         self._limit = limit
         self._clock = clock
-        self._counts = _Counts()
+        self._counts = TransferQueueStatus()
         self._state = _State()
         self._wake = threading.Condition()
         self._logged = ""
@@ -141,23 +121,13 @@ class TransferQueue:
     def status(self) -> TransferQueueStatus:
         """Return status and counters."""
         with self._wake:
-            state, counts = self._state, self._counts
-            latency, slope = self._rate.law()
-            return TransferQueueStatus(
+            state = self._state
+            return replace(
+                self._counts,
                 up=self._breaker.allows and not self._dead and not state.closed,
                 reason="closed" if state.closed else self._breaker.reason or self._dead,
                 jobs=len(state.queue) + (state.running is not None),
                 blocks=state.blocks,
-                moved=counts.moved,
-                missed=counts.missed,
-                failed=counts.failed,
-                refused=counts.refused,
-                errors=counts.errors,
-                restarts=counts.restarts,
-                bytes=counts.moved * self._block_bytes,
-                seconds=counts.nanos / SECOND,
-                latency=latency,
-                bytes_per_second=self._block_bytes / slope if slope else float("inf"),
             )
 
     def close(self, seconds: float) -> bool:
@@ -177,7 +147,7 @@ class TransferQueue:
             self._state.queue.clear()
             self._wake.notify_all()
         for job in rest:
-            self._end(job, reason, 0)
+            self._end(job, reason)
 
     def _main(self) -> None:
         while True:
@@ -196,11 +166,11 @@ class TransferQueue:
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
-            begin, reason = self._clock(), "the link's loop failed"
+            reason = "the link's loop failed"
             try:
                 reason = self._run(job)
             finally:
-                self._end(job, reason, self._clock() - begin)
+                self._end(job, reason)
                 with self._wake:
                     self._state.running = None
                     self._wake.notify_all()
@@ -263,17 +233,11 @@ class TransferQueue:
         if opened:
             log.warning("%s is down: %s", self.name, reason)
 
-    def _end(self, job: TransferJob, reason: str, nanos: int) -> None:
-        good = int(np.count_nonzero(job.good))
+    def _end(self, job: TransferJob, reason: str) -> None:
         with self._wake:
             self._state.blocks -= len(job.good)
-            self._counts.moved += good
-            if reason:
-                self._counts.failed += len(job.good) - good
-            else:
-                self._counts.missed += len(job.good) - good
-            self._counts.nanos += nanos
-        for call in (job.release, lambda: job.done(OffloadResult(job.good, reason, nanos))):
+            self._counts.moved += int(np.count_nonzero(job.good))
+        for call in (job.release, lambda: job.done(OffloadResult(job.good, reason))):
             try:
                 call()
             except Exception:

@@ -28,6 +28,7 @@ from pigou.runtime.token_eviction.policy import (
 from pigou.runtime.token_eviction.predictor import (
     CONTENT,
     FOLD,
+    GENERIC,
     PAPER,
     RETURNS,
     SCALES,
@@ -74,7 +75,7 @@ class Pigou(TokenPolicy):
     def __init__(self, setting: EvictionContext, params: msgspec.Struct) -> None:
         super().__init__(setting, params)
         path = setting.folder / RETURNS
-        self.model = ReturnModel.load(path) if path.exists() else GenericReturns.load()
+        self.model = ReturnModel.load(path) if path.exists() else GenericReturns.load(GENERIC)
         self.scales = torch.tensor(SCALES)
         self.compiled = isinstance(self.model, ReturnModel)
         self.order = self._orders(cast(PigouParams, params).order)

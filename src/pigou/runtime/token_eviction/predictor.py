@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -61,7 +61,28 @@ def unrotate(keys: Tensor, turns: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class ReturnModel:
+class StoredWeights:
+    """Base of dataclasses of tensors; an npz archive holds them by name."""
+
+    stored_dtype: ClassVar[torch.dtype] = torch.float32
+
+    def save(self, path: Path) -> None:
+        """Write the weights."""
+        names = [field.name for field in fields(self)]
+        arrays = {name: getattr(self, name).to(self.stored_dtype).numpy() for name in names}
+        with path.open("wb") as file:
+            np.savez_compressed(file, **arrays)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Load weights written by `save`, as float32."""
+        with np.load(path, allow_pickle=False) as arrays:
+            names = [field.name for field in fields(cls)]
+            return cls(**{name: torch.from_numpy(arrays[name]).float() for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnModel(StoredWeights):
     """Two small networks per layer and KV head, batched over Z = layers * kv_heads.
 
     `birth` summarizes an entry's key and value once; `value` scores it by that summary, its
@@ -93,18 +114,9 @@ class ReturnModel:
         mean, log = out.view(*age.shape[:-1], 2, -1).unbind(-2)
         return mean, log.clamp(*LOG_SIGMA_BOUNDS).exp()
 
-    def save(self, path: Path) -> None:
-        """Write the weights as an npz archive."""
-        write_weights(path, self, torch.float32)
-
-    @classmethod
-    def load(cls, path: Path) -> ReturnModel:
-        """Load weights written by `save`."""
-        return cls(**read_weights(path, cls))
-
 
 @dataclass(frozen=True, slots=True)
-class PaperModel:
+class PaperModel(StoredWeights):
     """Token-PD's predictor, one hidden layer of 256 units (seed token-pd, sections 4 and 5).
 
     R is the share of future queries' attention on the token, the mean over layers and heads. The
@@ -115,34 +127,13 @@ class PaperModel:
     bias: Tensor  # shape (256,)
     out: Tensor  # to the logit of R and to log sigma^2, shape (256, 2)
     last: Tensor  # shape (2,)
+    stored_dtype: ClassVar[torch.dtype] = torch.float16
 
     def birth(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Predict R in [0, 1] and sigma^2, (n,), from next-token logits (n, vocab)."""
         hidden = torch.relu(torch.addmm(self.bias, logits.float(), self.into))
         mean, log_variance = torch.addmm(self.last, hidden, self.out).unbind(-1)
         return mean.sigmoid(), log_variance.clamp(-40.0, 0.0).exp()
-
-    def save(self, path: Path) -> None:
-        """Write the weights as an npz archive, in half precision."""
-        write_weights(path, self, torch.float16)
-
-    @classmethod
-    def load(cls, path: Path) -> PaperModel:
-        """Load weights written by `save`."""
-        return cls(**read_weights(path, cls))
-
-
-def write_weights(path: Path, model: Any, dtype: torch.dtype) -> None:
-    """Write a dataclass of tensors as an npz archive of `dtype`."""
-    arrays = {f.name: getattr(model, f.name).to(dtype).numpy() for f in fields(model)}
-    with path.open("wb") as file:
-        np.savez_compressed(file, **arrays)
-
-
-def read_weights(path: Path, kind: type[Any]) -> dict[str, Tensor]:
-    """Read a dataclass's tensors, float32, by name."""
-    with np.load(path, allow_pickle=False) as arrays:
-        return {f.name: torch.from_numpy(arrays[f.name]).float() for f in fields(kind)}
 
 
 #: Trained on the bundled model and two of random weights by `tools/train_returns.py generic`.
@@ -157,7 +148,7 @@ def relative(now: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class GenericReturns:
+class GenericReturns(StoredWeights):
     """One small network for all models, layers and heads; the interface of `ReturnModel`.
 
     Features are relative to the other entries; the unit is a value norm to the power `POWER`.
@@ -181,15 +172,6 @@ class GenericReturns:
         mean, log_sigma = (hidden @ self.value_out + self.value_last).unbind(-1)
         size = content[..., VALUE_NORM].mean(-1, keepdim=True)
         return mean + POWER * size, log_sigma.clamp(*LOG_SIGMA_BOUNDS).exp()
-
-    def save(self, path: Path) -> None:
-        """Write the weights as an npz archive."""
-        write_weights(path, self, torch.float32)
-
-    @classmethod
-    def load(cls, path: Path = GENERIC) -> GenericReturns:
-        """Load weights written by `save`; by default the bundled ones."""
-        return cls(**read_weights(path, cls))
 
 
 class RowStats(NamedTuple):

@@ -119,7 +119,7 @@ class OffloadConnector:
             name, keys = self.names[tier], load.hashes[index]
             done = restore.part(index)
             if not self._offloader.restore(keys, name, load.blocks[index], done):
-                done(OffloadResult(np.zeros(len(index), dtype=np.bool_), "refused", 0))
+                done(OffloadResult(np.zeros(len(index), dtype=np.bool_), "refused"))
 
     # --- figures --------------------------------------------------------------------------------
 
