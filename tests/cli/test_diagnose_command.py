@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pigou.cli import main
+from pigou.workload.packed import packing
 
 QUIET = [{"start_s": 10.0 * at, "seconds": 10.0, "arrived": 9, "completed": 9} for at in range(5)]
 GROWING = [{**window, "queued": 40.0 * at} for at, window in enumerate(QUIET)]
@@ -90,11 +91,15 @@ def test_a_file_without_windows_is_refused(
     assert "pigou simulate --json" in error
 
 
-def test_prefixes_of_a_trace_are_linted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["p.jsonl", "p.jsonl.gz", "p.jsonl.zst"])
+def test_prefixes_of_a_trace_are_linted_packed_or_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     rules = "These are the rules of the house, and they are long. " * 10
     lines = [json.dumps({"messages": [{"role": "system", "content": f"{at:09d} {rules}"}]})
              for at in range(6)]  # fmt: skip
-    (tmp_path / "p.jsonl").write_text("\n".join(lines))
-    code, out, _ = run(capsys, "--prefixes", str(tmp_path / "p.jsonl"))
+    with packing(tmp_path / name) as file:
+        file.write("\n".join(lines).encode())
+    code, out, _ = run(capsys, "--prefixes", str(tmp_path / name))
     assert code == 1
     assert "6 prompts diverge at block 0" in out

@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -227,10 +227,21 @@ def _value(key: Any, value: Any, file: str) -> Any:
 class Override:
     """What one command says of the options of a configuration class that others take, too."""
 
-    def __init__(self, only: str = "", **options: Option) -> None:
-        """Choose the options of some fields (`only`, separated by blanks), and replace some."""
+    def __init__(self, only: str = "", **options: Option | str) -> None:
+        """Choose the options of some fields (`only`, separated by blanks), and replace some.
+
+        A text replaces the help alone.
+        """
         self.fields = set(only.split())
         self.options = options
+
+    def option_of(self, field: str, own: Option | None) -> Option | None:
+        """Return the option of a field, which has an option of its `own`, or none."""
+        given = self.options.get(field, own)
+        if not isinstance(given, str):
+            return given
+        assert own is not None, f"{field} has no option, whose help would be replaced"
+        return replace(own, help=given)
 
 
 @dataclass(frozen=True)
@@ -372,7 +383,7 @@ def config_options(
         )  # fmt: skip
         if override.fields and field.name not in override.fields:
             continue
-        option = override.options.get(field.name) or option_of(tuple(metadata))
+        option = override.option_of(field.name, option_of(tuple(metadata)))
         if option is not None:
             yield ConfigOption((*path, field.name), kind, _default(field), option)
         elif isinstance(kind, type) and issubclass(kind, msgspec.Struct):

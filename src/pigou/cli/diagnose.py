@@ -73,9 +73,8 @@ def diagnose(
     from pigou.windows.observations import written
 
     diagnosis = diagnose_windows(series)
-    if json:
-        document = msgspec.to_builtins(diagnosis) | {"observations": written(series)}
-        write_json("diagnose", "--json", json, document)
+    document = msgspec.to_builtins(diagnosis) | {"observations": written(series)}
+    write_json("--json", json, document)
     _show(diagnosis)
     raise typer.Exit(0 if diagnosis.healthy else 1)
 
@@ -156,8 +155,7 @@ def _lint(path: str, json: str) -> NoReturn:
     from pigou.workload.prompt_contents import lint_trace
 
     report = lint_trace(path)
-    if json:
-        write_json("diagnose", "--json", json, msgspec.to_builtins(report))
+    write_json("--json", json, msgspec.to_builtins(report))
     _show_prefixes(report)
     raise typer.Exit(1 if report.groups else 0)
 

@@ -86,8 +86,7 @@ def bench(
         typer.echo("pigou bench: stopped before anything was measured", err=True)
         raise typer.Exit(_INTERRUPTED)
     _show_bench(config, result)
-    if json:
-        write_json("bench", "--json", json, document(config, result))
+    write_json("--json", json, document(config, result))
     raise typer.Exit(_INTERRUPTED if result.interrupted else int(result.summary.failed > 0))
 
 
@@ -145,7 +144,7 @@ def profile(
     if token := fleet_token(config.base):
         config = msgspec.structs.replace(config, api_key=token)
     report = _run_profile(config)
-    write_json("profile", "--out", out, report.measured)
+    write_json("--out", out, report.measured)
     _show_profile(report)
     for note in report.notes:
         typer.echo(f"Note: {note}.")
@@ -262,7 +261,7 @@ def sweep(
     if tables is None:
         typer.echo("pigou sweep: stopped; nothing is written", err=True)
         raise typer.Exit(_INTERRUPTED)
-    write_json("sweep", "--out", out, tables)
+    write_json("--out", out, tables)
     _show_sweep(tables)
     command = "serve" if url else "simulate"
     typer.echo(f"Written to {file}: pigou {command} --planner price --performance {file} ...")

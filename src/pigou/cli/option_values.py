@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import typer
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, RunError
 from pigou.request import SECOND
 
 #: Seconds; some more would be no integer of 64 bits in nanoseconds.
@@ -119,13 +119,13 @@ def json_file(out: str) -> Path:
     return file
 
 
-def write_json(command: str, option: str, file: str, document: object) -> None:
-    """Write the figures of a command as indented JSON."""
+def write_json(option: str, file: str, document: object) -> None:
+    """Write the figures of a command as indented JSON; "" is no file."""
     try:
-        Path(file).write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+        if file:
+            Path(file).write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
     except OSError as error:
-        typer.echo(f"pigou {command}: {option} is {file!r}: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise RunError(f"{option} is {file!r}: {error}") from None
 
 
 def check_port(host: str, port: int) -> None:

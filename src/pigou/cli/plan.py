@@ -142,8 +142,7 @@ def plan(
         document["check"] = [
             {**msgspec.to_builtins(test), "healthy": test.healthy} for test in tests
         ]
-    if json:
-        write_json("plan", "--json", json, document)
+    write_json("--json", json, document)
     _show(made, request, tests)
     for file in files:
         typer.echo(f"Written: {file}")

@@ -35,28 +35,12 @@ _FIGURES = ("mean", "p50", "p90", "p95", "p99")
 _CONTROL = Override(
     "policy temperature controller saturation admission max_inflight max_inflight_tokens "
     "max_queued queue_timeout seed",
-    policy=Option(
-        help="Routing policy: NAME[,parameter=value]...", group="Routing", form="named",
-        params="params",
-    ),
-    controller=Option(
-        help="Controller of temperature, as in `pigou serve`.", group="Routing", form="named",
-        key="controller",
-    ),
-    saturation=Option(
-        help="Saturation detector, as in `pigou serve`.", group="Routing", form="named",
-        key="detector", name="detector",
-    ),
-    admission=Option(
-        help="Order of waiting requests, as in `pigou serve`.", group="Admission", form="named",
-        key="order",
-    ),
-    max_inflight=Option(
-        help="Maximum of streams per decode worker; 0 for no limit.", group="Admission",
-    ),
-    max_inflight_tokens=Option(
-        help="Maximum of tokens held per decode worker; 0 for no limit.", group="Admission",
-    ),
+    policy="Routing policy: NAME[,parameter=value]...",
+    controller="Controller of temperature, as in `pigou serve`.",
+    saturation="Saturation detector, as in `pigou serve`.",
+    admission="Order of waiting requests, as in `pigou serve`.",
+    max_inflight="Maximum of streams per decode worker; 0 for no limit.",
+    max_inflight_tokens="Maximum of tokens held per decode worker; 0 for no limit.",
     max_queued=Option(
         help="Maximum of requests that wait for a worker; 0 for no limit.",
         group="Admission", default=0,
@@ -143,7 +127,7 @@ def simulate(
     document = result.document()
     if observer is not None:
         document["windows"] = written(observer.windows)
-        write_json("simulate", "--json", json, document)
+        write_json("--json", json, document)
     if reporter is not None:
         policy = context.params["policy"]
         run = {"workload": workload, "fleet": fleet, "policy": policy, "seed": seed}

@@ -80,8 +80,7 @@ def vram(
             raise ConfigError("--worker is given, and options of a computed map, too; give one")
         measured = _measured(worker, key)
         _show_terms(measured["map"], f"{measured['model']} on {measured['device']}, measured")
-        if json:
-            write_json("vram", "--json", json, measured)
+        write_json("--json", json, measured)
         return
     if key:
         raise ConfigError("--api-key is given, and is for --worker alone; leave it out")
@@ -107,8 +106,7 @@ def vram(
         mean = sum(number * tokens for number, tokens in batch) // count
         document["batch"]["flops_per_byte"] = decode_intensity(shape, count, mean)
     _show(document)
-    if json:
-        write_json("vram", "--json", json, document)
+    write_json("--json", json, document)
 
 
 def _measured(url: str, key: str) -> dict[str, Any]:

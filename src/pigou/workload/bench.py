@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -29,6 +29,7 @@ from pigou.workload.endpoint import (
     find_model,
     open_session,
     tokenize,
+    until_stopped,
 )
 from pigou.workload.load_generator import LoadGenerator
 from pigou.workload.prompts import (
@@ -47,7 +48,6 @@ _OPEN_WARMUP_SLOTS = 8
 _TEXT_LIMIT = 8 * 2**20
 _TOKENIZE_CHARACTERS = 1 << 17
 _ARRIVALS, _PROMPTS, _WARMUP, _PREFIXES = range(4)
-_T = TypeVar("_T")
 #: Caveats on how tokens per chunk were counted.
 _COUNTED_BY = {
     "usage_per_chunk": "by a usage that tells each chunk's own, not a running total",
@@ -159,12 +159,12 @@ async def bench(
     stop = stop or asyncio.Event()
     _raise_file_limit()
     async with open_session(config.api_key) as session:
-        ready = await _unless(stop, _prepare(config, session))
+        ready = await until_stopped(stop, _prepare(config, session))
         if ready is None:
             return None
         drive = LoadGenerator(ready.client.send, watch)
         load = _load(config, ready, drive)
-        finished = await _unless(stop, load) is not None
+        finished = await until_stopped(stop, load) is not None
         took = time.monotonic_ns() - drive.began
     summary = summarize(
         drive.outcomes, offered_requests=drive.offered_requests, nanoseconds=took,
@@ -179,21 +179,6 @@ async def bench(
         summary=summary,
         notes=[*_replayed(ready.replay), *_notes(config, ready.client.flavour, summary)],
     )
-
-
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, _T]) -> _T | None:
-    """Return what the work returns; None, the work being cancelled, when `stop` is set first."""
-    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        return None
-    finally:
-        for future in (task, stopped):
-            future.cancel()
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait({future})
 
 
 async def _prepare(config: BenchConfig, session: aiohttp.ClientSession) -> _Prepared:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -174,6 +176,21 @@ async def read_start(reply: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     return bytes(body[:max_bytes])
 
 
+async def until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, _T]) -> _T | None:
+    """Return what the work returns; None, the work being cancelled, when `stop` is set first."""
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return None
+    finally:
+        for future in (task, stopped):
+            future.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({future})
+
+
 def stream_bound(output: int) -> int:
     """Return the maximum bytes of a stream of `output` tokens."""
     return _STREAM_BYTES + _TOKEN_BYTES * max(1, output)
@@ -202,8 +219,8 @@ class _Tokens(msgspec.Struct):
 
 async def find_model(session: aiohttp.ClientSession, base: str, name: str) -> ModelCard:
     """Return the card of the named model, or of the first base model; raises EndpointError."""
-    reply = await _request(session, "GET", f"{base}/v1/models")
-    models = _decode(reply, _ModelList)
+    reply = await request(session, "GET", f"{base}/v1/models")
+    models = decoded(reply, _ModelList)
     cards = models.data if models else []
     if name:
         return next((card for card in cards if card.id == name), ModelCard(name))
@@ -220,7 +237,7 @@ async def tokenize(
 ) -> list[int] | None:
     """Return the text's token ids, without special ones; None when the endpoint offers none."""
     body = {"model": model, "prompt": text, "add_special_tokens": False}
-    reply = _decode(await _request(session, "POST", f"{base}/tokenize", body), _Tokens)
+    reply = decoded(await request(session, "POST", f"{base}/tokenize", body), _Tokens)
     return reply.tokens if reply and reply.tokens else None
 
 
@@ -255,9 +272,10 @@ async def find_flavour(
     )
 
 
-async def _request(
+async def request(
     session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None = None
 ) -> tuple[int, bytes]:
+    """Return status and body of an answer; raises EndpointError without one."""
     try:
         async with (
             asyncio.timeout(_CARD_SECONDS),
@@ -268,7 +286,8 @@ async def _request(
         raise EndpointError(f"{url} does not answer: {error or type(error).__name__}") from error
 
 
-def _decode(reply: tuple[int, bytes], kind: type[_T]) -> _T | None:
+def decoded(reply: tuple[int, bytes], kind: type[_T]) -> _T | None:
+    """Return what a reply of `request` says; None for an error, or another answer."""
     if reply[0] != 200:
         return None
     try:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from pigou.config import ConfigError
 from pigou.diagnosis.prefix_lint import PrefixReport, lint_blocks, lint_prefixes, prompt_pieces
-from pigou.workload.journal_file import read_workload
-from pigou.workload.trace import Trace
+from pigou.workload.packed import unpacked
 from pigou.workload.trace_formats import read_trace
 
 #: Prompts that are compared at most, and bytes of a line.
@@ -24,7 +21,7 @@ def lint_trace(path: str | Path) -> PrefixReport:
     contents = _contents(Path(path))
     if contents is not None:
         return lint_prefixes(contents)
-    trace = _trace(path)
+    trace = read_trace(path)
     prompts = [turn.blocks for session in trace.sessions for turn in session.turns if turn.blocks]
     if not prompts:
         raise ConfigError(
@@ -33,23 +30,10 @@ def lint_trace(path: str | Path) -> PrefixReport:
     return lint_blocks(prompts[:_MAX_PROMPTS], round(trace.block))
 
 
-def _trace(path: str | Path) -> Trace:
-    try:
-        with _open(Path(path)) as file:
-            first = file.readline(_MAX_LINE)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
-    return read_workload(path) if b'"k":"journal"' in first else read_trace(path)
-
-
-def _open(path: Path) -> Any:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
-
-
 def _contents(path: Path) -> list[Sequence[Hashable]] | None:
     prompts: list[Sequence[Hashable]] = []
     try:
-        with _open(path) as file:
+        with unpacked(path) as file:
             for number, line in enumerate(file, 1):
                 if len(prompts) == _MAX_PROMPTS or len(line) > _MAX_LINE:
                     break
@@ -61,7 +45,7 @@ def _contents(path: Path) -> list[Sequence[Hashable]] | None:
                         return None
                     raise ConfigError(f"line {number} of {path} has no prompt")
                 prompts.append(prompt)
-    except (OSError, EOFError) as error:
+    except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     return prompts or None
 

@@ -6,12 +6,11 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 import aiohttp
-import msgspec
 import numpy as np
 
 from pigou.request import SECOND
@@ -20,9 +19,10 @@ from pigou.workload.endpoint import (
     ApiFlavour,
     EndpointClient,
     EndpointError,
+    decoded,
     find_flavour,
     find_model,
-    read_answer,
+    request,
     tokenize,
 )
 from pigou.workload.profiling.fit import (
@@ -120,25 +120,15 @@ async def find_target(config: ProfileConfig, session: aiohttp.ClientSession) -> 
     words = await tokenize(session, config.base, card.id, " " + " ".join(WORDS))
     if words is None:
         raise EndpointError(f"{config.base} has no /tokenize: prompts are sent as token ids")
-    probe = PromptJob(words[:8], 1)
-    client = EndpointClient(
-        session, config.base, card.id, await find_flavour(client, probe, True),
-        timeout=config.timeout,
-    )  # fmt: skip
-    said = await _read(session, f"{config.base}/server_info")
-    about = _about(said)
-    page = await _read(session, f"{config.base}/metrics")
+    client = replace(client, flavour=await find_flavour(client, PromptJob(words[:8], 1), True))
+    reply = await request(session, "GET", f"{config.base}/server_info")
+    about: dict[str, Any] = decoded(reply, dict) or {}
+    status, text = await request(session, "GET", f"{config.base}/metrics")
+    page = text if status == 200 else b""
     if any(totals(page, (RUNNING, WAITING)).values()):
         raise EndpointError(f"{config.base} is busy; measure it while it has nothing else to do")
     limits = _limits(config, about, cache_config(page), card.max_model_len)
     return Target(client, limits, sorted(set(words)), np.random.default_rng(config.seed))
-
-
-def _about(said: bytes) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(said, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
 
 
 def _count(value: object) -> int:
@@ -164,14 +154,6 @@ def _limits(
         repeat=max(1, _count(about.get("repeat"))),
         blocks=blocks,
     )
-
-
-async def _read(session: aiohttp.ClientSession, url: str) -> bytes:
-    try:
-        async with asyncio.timeout(30.0), session.get(url) as reply:
-            return await read_answer(reply) if reply.status == 200 else b""
-    except (aiohttp.ClientError, OSError) as error:
-        raise EndpointError(f"{url} does not answer: {error or type(error).__name__}") from error
 
 
 class Pace:
@@ -235,24 +217,18 @@ class Measuring:
     def __init__(self, target: Target, config: ProfileConfig, watch: Watch) -> None:
         self._target, self._config, self._watch = target, config, watch
         limits = target.limits
-        self._batches = list(batches(limits, config.steps))
-        self._chunks = list(chunks(limits))
-        self._paces = [
-            _Pace(config.steps, _LEAD * n + n * length // limits.tokens)
-            for n, length in self._batches
+        self._batches = [
+            _MeasuredBatch(n, length, config.steps, _LEAD * n + n * length // limits.tokens)
+            for n, length in batches(limits, config.steps)
         ]
-        self._decodes: list[list[Decodes]] = [[] for _ in self._batches]
-        self._gaps: list[list[StreamGaps]] = [[] for _ in self._batches]
-        self._firsts: list[list[float]] = [[] for _ in self._chunks]
-        self._added_s: list[list[float]] = [[] for _ in self._chunks]
+        self._chunks = [_MeasuredChunk(tokens, kv) for tokens, kv in chunks(limits)]
         self._apart: list[float] = []
         per_round = len(self._batches) + (1 + _OFTEN) * len(self._chunks) + _OFTEN
-        self._per_round = per_round
         self._total = config.repeats * per_round
         self._done = 0
         self.notes: list[str] = []
-        rest = sum(1 + tokens / limits.tokens for tokens, _ in self._chunks) * (1 + _OFTEN)
-        round_steps = sum(map(self._steps, range(len(self._batches)))) + rest
+        rest = sum(1 + chunk.tokens / limits.tokens for chunk in self._chunks) * (1 + _OFTEN)
+        round_steps = sum(map(self._steps, self._batches)) + rest
         self.pace = Pace(config.budget, round_steps, config.repeats)
 
     async def run(self) -> Measurements:
@@ -276,57 +252,48 @@ class Measuring:
         return self._seen()
 
     async def _round(self, number: int) -> None:
-        for at in range(len(self._batches)):
+        for at, batch in enumerate(self._batches):
             if not number and at and not self.pace.allows_decodes:
                 self._leave_out(at)
                 break
-            await self._decode(at)
-        for at in range(len(self._chunks)):
-            await self._first(at)
+            await self._decode(batch)
+        for chunk in self._chunks:
+            await self._first(chunk)
         await self._mixed((number + 1) * _OFTEN)
         await self._prefill_alone()
         self.pace.round_over()
 
     def _leave_out(self, first: int) -> None:
         """Measure fewer streams at once: these, and those after them, would take too long."""
-        self.pace.skipped(sum(self._steps(at) for at in range(first, len(self._batches))))
-        left = len(self._batches) - first
-        self._per_round -= left
-        self._total -= self._config.repeats * left
-        max_streams, length = self._batches[first - 1]
+        self.pace.skipped(sum(map(self._steps, self._batches[first:])))
+        self._total -= self._config.repeats * (len(self._batches) - first)
+        last = self._batches[first - 1]
         self.notes.append(
-            f"no more than {max_streams} decodes after {length} tokens were measured within "
+            f"no more than {last.n} decodes after {last.length} tokens were measured within "
             f"--budget {self._config.budget:g} s"
         )
-        for shapes in (self._batches, self._paces, self._decodes, self._gaps):
-            del shapes[first:]
+        del self._batches[first:]
 
-    def _steps(self, at: int) -> float:
-        n, length = self._batches[at]
-        return (
-            self._paces[at].steps + self._paces[at].lead + n * length / self._target.limits.tokens
-        )
+    def _steps(self, batch: _MeasuredBatch) -> float:
+        prompts = batch.n * batch.length / self._target.limits.tokens
+        return batch.steps + batch.lead + prompts
 
     def _seen(self) -> Measurements:
         decodes = [
-            Decodes(n, median(d.kv for d in runs), median(d.seconds for d in runs))
-            for (n, _), runs in zip(self._batches, self._decodes, strict=True)
-        ]
-        rows, factors = spreads(self._gaps, decodes, self._target.limits.repeat)
+            Decodes(batch.n, median(run.kv for run in batch.decodes),
+                    median(run.seconds for run in batch.decodes))
+            for batch in self._batches
+        ]  # fmt: skip
+        gaps = [batch.gaps for batch in self._batches]
+        rows, factors = spreads(gaps, decodes, self._target.limits.repeat)
         return Measurements(
             decodes=decodes,
             rhythm=rows,
             scatter=factors,
-            prefill_mixed=self._prompts(self._added_s),
+            prefill_mixed=[chunk.prompts(chunk.added_s) for chunk in self._chunks],
             prefill_alone=[self._whole()],
-            first=self._prompts(self._firsts),
+            first=[chunk.prompts(chunk.first_s) for chunk in self._chunks],
         )
-
-    def _prompts(self, seconds: list[list[float]]) -> list[Prompts]:
-        return [
-            Prompts(tokens, _reads(tokens, kv), 1, max(0.0, median(values)))
-            for (tokens, kv), values in zip(self._chunks, seconds, strict=True)
-        ]
 
     def _tell(self, what: str) -> None:
         self._done = min(self._done + 1, self._total)
@@ -334,25 +301,24 @@ class Measuring:
 
     # --- decodes ------------------------------------------------------------------------------
 
-    async def _decode(self, at: int) -> None:
-        """Let `n` sequences decode together after prompts of this length."""
-        n, length = self._batches[at]
-        pace = self._paces[at]
-        decodes, gaps = await self._decode_once(n, length, pace)
-        pace.steps = max(pace.steps, math.ceil(_MIN_DECODE_S / decodes.seconds))
-        self._gaps[at].append(gaps)
-        self._decodes[at].append(decodes)
-        self.pace.measured(self._steps(at))
-        self._tell(f"{n} decodes after {length} tokens")
+    async def _decode(self, batch: _MeasuredBatch) -> None:
+        """Let sequences decode together after prompts of one length."""
+        decodes, gaps = await self._decode_once(batch)
+        batch.steps = max(batch.steps, math.ceil(_MIN_DECODE_S / decodes.seconds))
+        batch.gaps.append(gaps)
+        batch.decodes.append(decodes)
+        self.pace.measured(self._steps(batch))
+        self._tell(f"{batch.n} decodes after {batch.length} tokens")
 
-    async def _decode_once(self, n: int, length: int, pace: _Pace) -> tuple[Decodes, StreamGaps]:
+    async def _decode_once(self, batch: _MeasuredBatch) -> tuple[Decodes, StreamGaps]:
+        n, length = batch.n, batch.length
         target, min_steps = self._target, self._config.steps // 2
         room = (
             min(target.limits.max_request_tokens, target.limits.room // n - target.limits.block)
             - length
         )
         for _ in range(_TRIES):
-            output = min(pace.steps + pace.lead, room)
+            output = min(batch.steps + batch.lead, room)
             prompts = [target.prompt(length) for _ in range(n)]
             streams = [stream for _, stream in await target.ask_all(prompts, output)]
             steps_window = window(streams)
@@ -361,7 +327,7 @@ class Measuring:
                 return seen, gaps_of(streams)
             if output == room:
                 break
-            pace.lead = 2 * pace.lead + pace.steps
+            batch.lead = 2 * batch.lead + batch.steps
         raise EndpointError(
             f"{n} streams of {output} tokens did not run together for {min_steps} steps; "
             f"lower --max-seqs or --steps"
@@ -369,61 +335,61 @@ class Measuring:
 
     # --- prompts ------------------------------------------------------------------------------
 
-    async def _first(self, at: int) -> None:
+    async def _first(self, chunk: _MeasuredChunk) -> None:
         """Send a prompt to the worker that has rested, the first `kv` tokens of which it has."""
-        tokens, kv = self._chunks[at]
-        output = min(_FOLLOWED, self._target.limits.max_request_tokens - kv - tokens)
-        prompt = await self._warm(tokens, kv)
+        max_output = self._target.limits.max_request_tokens - chunk.kv - chunk.tokens
+        prompt = await self._warm(chunk)
         await asyncio.sleep(_REST)
-        outcome, stream = await self._target.ask(prompt, output)
-        self._firsts[at].append((stream.first - outcome.sent) / SECOND)
-        self._tell(f"{tokens} tokens after {kv}")
+        outcome, stream = await self._target.ask(prompt, min(_FOLLOWED, max_output))
+        chunk.first_s.append((stream.first - outcome.sent) / SECOND)
+        self._tell(f"{chunk.tokens} tokens after {chunk.kv}")
 
-    async def _warm(self, tokens: int, kv: int) -> list[int]:
-        front = self._target.prompt(kv) if kv else []
-        if kv:
+    async def _warm(self, chunk: _MeasuredChunk) -> list[int]:
+        front = self._target.prompt(chunk.kv) if chunk.kv else []
+        if front:
             await self._target.ask(front, 1)
-        return front + self._target.prompt(tokens)
+        return front + self._target.prompt(chunk.tokens)
 
     async def _mixed(self, often: int) -> None:
         """Send prompts while a stream runs, until each was measured so often."""
         stale = 0
-        while any(len(values) < often for values in self._added_s):
-            before = sum(map(len, self._added_s))
-            await self._mixed_once(often)
-            stale = stale + 1 if sum(map(len, self._added_s)) == before else 0
+        while any(len(chunk.added_s) < often for chunk in self._chunks):
+            measured = await self._mixed_once(often)
+            stale = 0 if measured else stale + 1
             if stale == _TRIES:
                 raise EndpointError(
                     "a stream of the longest length ends before a prompt beside it does; "
                     "raise the worker's max_model_len"
                 )
 
-    async def _mixed_once(self, often: int) -> None:
-        """Run one stream as long as may be, and send beside it what is still missing."""
-        target, added_s = self._target, self._added_s
-        wanted = [at for at, values in enumerate(added_s) if len(values) < often]
-        wanted.sort(key=lambda at: len(added_s[at]))
-        ready = [(at, await self._warm(*self._chunks[at])) for at in wanted[:_MIXED_PROMPTS]]
+    async def _mixed_once(self, often: int) -> bool:
+        """Run one stream as long as may be, and send beside it what is missing; False for none."""
+        target = self._target
+        wanted = [chunk for chunk in self._chunks if len(chunk.added_s) < often]
+        wanted.sort(key=lambda chunk: len(chunk.added_s))
+        ready = [(chunk, await self._warm(chunk)) for chunk in wanted[:_MIXED_PROMPTS]]
         output = target.limits.max_request_tokens - _SHORT
         base = asyncio.create_task(target.ask(target.prompt(_SHORT), output))
         try:
             pause = await self._pause(base)
             sent = []
-            for at, prompt in ready:
+            for chunk, prompt in ready:
                 if base.done():
                     break
                 outcome, stream = await target.ask(prompt, 1)
-                sent.append((at, outcome.sent, stream.last))
+                sent.append((chunk, outcome.sent, stream.last))
                 await asyncio.sleep(pause)
             times = arrivals((await base)[1])
         finally:
             base.cancel()
-        for at, began, ended in sent:
+        measured = False
+        for chunk, began, ended in sent:
             lost = excess(times, began, ended)
             if lost is not None:
-                added_s[at].append(lost)
-                tokens, kv = self._chunks[at]
-                self._tell(f"{tokens} tokens after {kv}, beside a stream")
+                measured = True
+                chunk.added_s.append(lost)
+                self._tell(f"{chunk.tokens} tokens after {chunk.kv}, beside a stream")
+        return measured
 
     async def _pause(self, base: asyncio.Task[object]) -> float:
         """Wait until a stream runs; return the seconds of some twenty of its steps."""
@@ -459,12 +425,31 @@ class Measuring:
         return Prompts(step, share * _reads(tokens, 0), share, median(self._apart) * share)
 
 
-@dataclass
-class _Pace:
-    """Steps to measure streams for, after `lead` steps in which they start."""
+@dataclass(slots=True)
+class _MeasuredBatch:
+    """Sequences that decode together after prompts of one length, and what was seen of them."""
 
-    steps: int
-    lead: int
+    n: int
+    length: int
+    steps: int  # steps to measure
+    lead: int  # steps before them, in which the streams start
+    decodes: list[Decodes] = field(default_factory=list)
+    gaps: list[StreamGaps] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _MeasuredChunk:
+    """A prompt's chunk after cached tokens, and the seconds that were seen of it."""
+
+    tokens: int
+    kv: int
+    first_s: list[float] = field(default_factory=list)  # sending to first token, alone
+    added_s: list[float] = field(default_factory=list)  # what a running stream lost to it
+
+    def prompts(self, seconds: list[float]) -> Prompts:
+        """Return the chunk with the median of measurements."""
+        reads = _reads(self.tokens, self.kv)
+        return Prompts(self.tokens, reads, 1, max(0.0, median(seconds)))
 
 
 def batches(limits: Limits, steps: int) -> Iterator[tuple[int, int]]:

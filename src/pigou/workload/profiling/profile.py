@@ -10,7 +10,7 @@ import msgspec
 
 from pigou import __version__
 from pigou.sim.timing_measured import WorkerProfile
-from pigou.workload.endpoint import EndpointError, open_session
+from pigou.workload.endpoint import EndpointError, open_session, until_stopped
 from pigou.workload.profiling.fit import FitError, Measurements, errors, fit
 from pigou.workload.profiling.measure import Measuring, Watch, find_target
 from pigou.workload.profiling.profile_config import ProfileConfig
@@ -28,12 +28,12 @@ class ProfileReport:
 
 
 async def profile(
-    config: ProfileConfig, watch: Watch | None = None, stop: asyncio.Event | None = None
+    config: ProfileConfig, watch: Watch = lambda *_: None, stop: asyncio.Event | None = None
 ) -> ProfileReport:
     """Measure a live worker until the end or `stop`, in whole rounds; raises EndpointError."""
     async with open_session(config.api_key) as session:
         target = await find_target(config, session)
-        measuring = Measuring(target, config, watch or _nothing)
+        measuring = Measuring(target, config, watch)
         seen = await _measured(measuring, stop)
     timing = fit(seen)
     misses = errors(timing, seen)
@@ -54,26 +54,16 @@ async def profile(
 
 async def _measured(measuring: Measuring, stop: asyncio.Event | None) -> Measurements:
     """Run to the end, or until `stop` is set or a request fails after a whole round."""
-    running = asyncio.create_task(measuring.run())
-    stopping = asyncio.create_task((stop or asyncio.Event()).wait())
     try:
-        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            return running.result()
+        whole = await until_stopped(stop or asyncio.Event(), measuring.run())
+        if whole is not None:
+            return whole
         reason = EndpointError("broken off before the first round was whole: nothing to write")
     except EndpointError as error:
         reason = error
-    finally:
-        for task in (running, stopping):
-            task.cancel()
-        await asyncio.gather(running, stopping, return_exceptions=True)
     seen = measuring.so_far()
     if seen is None:
         raise reason
     if stop is None or not stop.is_set():
         measuring.notes.append(str(reason))
     return seen
-
-
-def _nothing(done: int, total: int, what: str, left_s: float | None) -> None:
-    """Watch nothing."""
