@@ -30,8 +30,8 @@ from pigou.wire.kv_event_decoding import (
     Stored,
     WireEvent,
     encode_batch,
+    event_map,
     event_slices,
-    stored_map,
 )
 
 IDS = tuple(f"worker-{i}" for i in range(WORKERS))
@@ -154,4 +154,4 @@ def _wire(tokens: Tokens, i: int, *, lists: bool) -> tuple[Stored, Removed]:
 
 def _payload(tokens: Tokens) -> bytes:
     stored, _ = _core(tokens)
-    return encode_batch(0.0, [stored_map(stored, tokens.tolist(), BLOCK_SIZE, None)])
+    return encode_batch(0.0, [event_map(stored, BLOCK_SIZE, tokens.tolist())])

@@ -9,13 +9,16 @@ import pytest
 
 from pigou.request import Grammar
 from pigou.wire.errors import APIError
+from pigou.wire.json_limits import read_fields
 from pigou.wire.openai_requests import CompletionRequest, decode_generation
 from pigou.wire.request_validation import check
 from pigou.wire.structured_output import MAX_BYTES, MAX_CHOICES, MAX_DEPTH, grammar
 
 
 def request(**fields: Any) -> CompletionRequest:
-    return decode_generation(json.dumps({"prompt": "a", **fields}).encode())
+    data = json.dumps({"prompt": "a", **fields}).encode()
+    read_fields(data)
+    return decode_generation(data)
 
 
 def nested(depth: int) -> dict[str, Any]:

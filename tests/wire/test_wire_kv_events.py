@@ -17,12 +17,10 @@ from pigou.wire.kv_event_decoding import (
     EventError,
     Removed,
     Stored,
-    cleared_map,
     encode_batch,
-    removed_map,
+    event_map,
     sequence_frame,
     sequence_number,
-    stored_map,
 )
 
 
@@ -36,10 +34,10 @@ def test_our_events_are_read_back() -> None:
     stored = BlockStored("r", 0, hashes, hashes[:0])
     more = BlockStored("r", 2, hashes, hashes[1:], Medium.HOST)
     maps = [
-        stored_map(stored, list(range(8)), 4, "salt"),
-        stored_map(more, list(range(8)), 4, "salt"),
-        removed_map(BlockRemoved(hashes)),
-        cleared_map(AllBlocksCleared()),
+        event_map(stored, 4, list(range(8)), "salt"),
+        event_map(more, 4, list(range(8)), "salt"),
+        event_map(BlockRemoved(hashes), 4),
+        event_map(AllBlocksCleared(), 4),
     ]
     low = (2, 2**64 - 1)
     assert decode_batch(encode_batch(2.0, maps)) == KVEventBatch(

@@ -8,15 +8,15 @@ may be hostile: `event_slices` counts values first, and decodes in parts of ms.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypeAlias, cast
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import kernel
-from pigou.request import AllBlocksCleared, BlockHashes, BlockRemoved, BlockStored
+from pigou.request import AllBlocksCleared, BlockHashes, BlockRemoved, KVEvent
 
 #: Values skipped per step: a fraction of a millisecond.
 STEP = 2**17
@@ -44,8 +44,6 @@ STORED_FIELDS = (
     "lora_name", "extra_keys",
 )  # fmt: skip
 REMOVED_FIELDS = ("block_hashes", "medium")
-#: Column of a hash with its low 64 bits.
-_LOW = 1
 #: Maximum bytes of a batch; blocks per slice.
 MAX_BATCH = 8 * 1024 * 1024
 SLICE = 512
@@ -205,19 +203,22 @@ class Cleared:
 WireEvent: TypeAlias = Stored | Removed | Cleared
 
 
-def wire_hashes(hashes: BlockHashes) -> list[int]:
-    """Return the low 64 bits of each 128-bit hash, unsigned; `hashes` has shape (n, 2)."""
-    low: list[int] = hashes[:, _LOW].tolist()
-    return low
-
-
-def stored_map(
-    event: BlockStored, token_ids: Sequence[int], block_size: int, salt: str | None
+def event_map(
+    event: KVEvent, block_size: int, token_ids: Sequence[int] = (), salt: str | None = None
 ) -> dict[str, Any]:
     """Return the map of a core event; `token_ids` (blocks * block_size) are empty for a tier."""
-    hashes = wire_hashes(event.hashes)
+    if isinstance(event, AllBlocksCleared):
+        return {"type": "AllBlocksCleared"}
+    hashes = _low_halves(event.hashes)
+    if isinstance(event, BlockRemoved):
+        return {
+            "type": "BlockRemoved",
+            "block_hashes": hashes,
+            "medium": event.medium.value,
+            "group_idx": 0,
+        }
     salted = salt is not None and event.first == 0
-    parent = wire_hashes(event.parent)
+    parent = _low_halves(event.parent)
     return {
         "type": "BlockStored",
         "block_hashes": hashes,
@@ -232,19 +233,9 @@ def stored_map(
     }
 
 
-def removed_map(event: BlockRemoved) -> dict[str, Any]:
-    """Return the map of a core event."""
-    return {
-        "type": "BlockRemoved",
-        "block_hashes": wire_hashes(event.hashes),
-        "medium": event.medium.value,
-        "group_idx": 0,
-    }
-
-
-def cleared_map(_: AllBlocksCleared) -> dict[str, Any]:
-    """Return the map of a core event."""
-    return {"type": "AllBlocksCleared"}
+def _low_halves(hashes: BlockHashes) -> list[int]:
+    low: list[int] = hashes[:, 1].tolist()
+    return low
 
 
 def encode_batch(ts: float, events: list[dict[str, Any]], rank: int = 0) -> bytes:
@@ -418,7 +409,10 @@ def _batch(walk: Walk) -> _Parts:
             decoded = SMALL
         else:
             event = read_event(_decode(walk, (at, end), "an event"))
-            yield from () if event is None else _split(event)
+            if event is not None and not isinstance(event, Cleared) and len(event.hashes) > SLICE:
+                yield from _large(walk, at)
+            elif event is not None:
+                yield event
             decoded += end - at
         if decoded >= SMALL:
             yield None
@@ -426,24 +420,6 @@ def _batch(walk: Walk) -> _Parts:
         at = end
     if (yield from walk.skip(at, parts[0] - 2)) != len(walk.payload):
         raise EventError("not MessagePack of events: bytes follow it")
-
-
-def _split(event: WireEvent) -> Iterator[WireEvent]:
-    if isinstance(event, Cleared) or len(event.hashes) <= SLICE:
-        yield event
-    elif isinstance(event, Removed):
-        for at in range(0, len(event.hashes), SLICE):
-            yield Removed(event.hashes[at : at + SLICE], event.medium)
-    else:
-        size, hashes, tokens = event.block_size, event.hashes, event.token_ids
-        for at in range(0, len(hashes), SLICE):
-            yield replace(
-                event,
-                hashes=hashes[at : at + SLICE],
-                parent=cast(WireHash, hashes[at - 1]) if at else event.parent,
-                token_ids=tokens[at * size : (at + SLICE) * size],
-                salt=None if at else event.salt,
-            )
 
 
 def _large(walk: Walk, at: int) -> _Parts:

@@ -1,18 +1,20 @@
-"""Checks of request fields that need neither tokenizer nor model; errors name field and remedy."""
+"""Checks of request fields that need neither tokenizer nor model; errors name field and remedy.
+
+Lengths of lists are bounded by `pigou.wire.json_limits`, before a body is decoded.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from pigou.kv.tenure import salt_expiry
 from pigou.wire.errors import bad_field, bad_request
-from pigou.wire.json_limits import MAX_BIASED, MAX_PROMPTS, MAX_STOP_TOKENS
 from pigou.wire.openai_requests import ChatRequest, CompletionRequest, GenerationRequest
 from pigou.wire.structured_output import grammar
 
@@ -62,10 +64,6 @@ def prompts(request: CompletionRequest) -> list[str | list[int]]:
         parsed = [item for item in prompt if isinstance(item, str)]
     else:
         parsed = [_ids(item) for item in prompt]
-    if len(parsed) > MAX_PROMPTS:
-        raise bad_field(
-            "prompt", f"has {len(parsed)} prompts; at most {MAX_PROMPTS} work in one request."
-        )
     if not parsed or any(not item for item in parsed):
         raise bad_field("prompt", "is empty: send text or token ids.")
     return parsed
@@ -103,8 +101,6 @@ def _check_numbers(request: GenerationRequest) -> None:
     _within(request, "truncate_prompt_tokens", 1, 2**31 - 1)
     _above_zero(request, "top_p", 1.0)
     _above_zero(request, "repetition_penalty", 1e6)
-    _check_length(request.stop_token_ids, MAX_STOP_TOKENS, "stop_token_ids")
-    _check_length(request.logit_bias, MAX_BIASED, "logit_bias")
     for token in request.stop_token_ids or ():
         if not 0 <= token < 2**31:
             raise bad_field("stop_token_ids", f"has {token}, which is no token id.")  # fmt: skip
@@ -229,11 +225,6 @@ def _within(request: msgspec.Struct, name: str, minimum: float, maximum: float) 
     value = getattr(request, name)
     if value is not None and not (minimum <= value <= maximum):
         raise bad_field(name, f"is {value}; it must be in [{minimum}, {maximum}].")
-
-
-def _check_length(items: Sized | None, maximum: int, name: str) -> None:
-    if items is not None and len(items) > maximum:
-        raise bad_field(name, f"has {len(items)} entries; at most {maximum} work.")
 
 
 def _above_zero(request: msgspec.Struct, name: str, maximum: float) -> None:

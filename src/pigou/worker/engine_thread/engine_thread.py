@@ -22,6 +22,7 @@ from pigou.logs import about
 from pigou.request import SECOND, BlockStored, FinishReason, KVEvent, Medium, Request
 from pigou.runtime.step_output import StepOutput, described, is_contained
 from pigou.wire.errors import REQUEST_FAILED
+from pigou.wire.kv_event_decoding import event_map
 from pigou.worker.engine_thread.commands import (
     Abort,
     Add,
@@ -43,7 +44,6 @@ from pigou.worker.engine_thread.commands import (
     failed_alone,
 )
 from pigou.worker.engine_thread.heartbeat import Heartbeat
-from pigou.worker.engine_thread.kv_event_publisher import event_map
 from pigou.worker.engine_thread.kv_offload import OffloadConnector
 from pigou.worker.kv_transfer.connector import Transfers
 from pigou.worker.kv_transfer.transfer_params import hash_text

@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import zmq
@@ -15,15 +14,11 @@ import zmq.asyncio
 
 from pigou.background import Background
 from pigou.config import ConfigError
-from pigou.request import BlockRemoved, BlockStored, KVEvent
 from pigou.wire.fleet_secret import FleetSecret, secure_server
 from pigou.wire.kv_event_decoding import (
     END_OF_REPLAY,
-    cleared_map,
     encode_batch,
-    removed_map,
     sequence_frame,
-    stored_map,
 )
 
 log = logging.getLogger(__name__)
@@ -119,15 +114,6 @@ class EventPublisher:
                 if number >= start:
                     await self._router.send_multipart((peer, b"", TOPIC, number, payload))
             await self._router.send_multipart((peer, b"", b"", END_OF_REPLAY, b""))
-
-
-def event_map(
-    event: KVEvent, block_size: int, token_ids: Sequence[int] = (), salt: str | None = None
-) -> dict[str, Any]:
-    """Convert a core event to wire format."""
-    if isinstance(event, BlockStored):
-        return stored_map(event, token_ids, block_size, salt)
-    return removed_map(event) if isinstance(event, BlockRemoved) else cleared_map(event)
 
 
 def _bound(socket: zmq.Socket[Any]) -> str:
