@@ -52,7 +52,7 @@ class KeyLoad:
     def __init__(self, limits: KeyLimits) -> None:
         self.limits = limits
         self.waiting = self.tokens = 0  # sequences that wait, and their tokens
-        self.slots = asyncio.Semaphore(limits.sequences or sys.maxsize)  # of those at workers
+        self.slots = asyncio.Semaphore(limits.sequences or sys.maxsize)  # for running sequences
 
     def check(self, name: str, now: int, more: int) -> None:
         """Raise `APIError` 429 if `more` is over a limit."""
