@@ -125,12 +125,11 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult
 
 async def read_served(upstream: Upstream, timeout_s: float) -> ServedNames | None:
     """Return a server's additional model names, or None."""
+    page = await upstream.page("/v1/models", timeout_s)
     try:
-        status, body = await upstream.get("/v1/models", timeout_s)
-        cards = _cards(upstream.worker.url, body) if status == 200 else []
+        cards = [] if page is None else _cards(upstream.worker.url, page)
         return _served(upstream.engine.model, cards) if cards else None
-    except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError,
-            RecursionError, ProbeFailed):  # fmt: skip
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ProbeFailed):
         return None
 
 

@@ -153,11 +153,8 @@ class WorkerWatch:
 
     async def _report(self) -> bytes:
         """Report the load of the metrics page; return the page or b""."""
-        try:
-            status, page = await self._upstream.get("/metrics", self._config.timeout)
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return b""
-        if status != 200:
+        page = await self._upstream.page("/metrics", self._config.timeout)
+        if page is None:
             return b""
         self._plane_driver.observe(read_load(page, self._upstream.worker.id))
         before, report = self._upstream.report, read_report(page, time.monotonic_ns())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from pigou import __version__
 from pigou.control.messages import RemoteKVFetch
 from pigou.control.router import Explanation
+from pigou.gateway.request import GatewayRun
 from pigou.metric_rows import MetricSet, gauge_family
 from pigou.request import SECOND, BlockKeys
 
@@ -341,20 +342,6 @@ class SessionRetention:
             self._last_blocks.popitem(last=False)
 
 
-@dataclass(frozen=True, slots=True)
-class GenAIRequest:
-    """A finished request in terms of the conventions."""
-
-    chat: bool
-    request_model: str
-    response_model: str
-    error: str  # `error.type`; empty where it succeeded
-    duration_s: float  # from arrival to the end of the reply
-    first_token_s: float | None  # from arrival; None without one, or for a reply in one piece
-    tokens: int  # generated, of all sequences
-    sequences: int = 1
-
-
 class GenAIMetrics:
     """The three histograms `gen_ai_server_*`."""
 
@@ -372,15 +359,17 @@ class GenAIMetrics:
             "Mean seconds for a token after the first one.", _GENAI_PER_TOKEN, *_GENAI_LABELS,
         )  # fmt: skip
 
-    def ended(self, request: GenAIRequest) -> None:
-        """Count a request; times between tokens only if it succeeded."""
-        operation = "chat" if request.chat else "text_completion"
-        labels = (operation, PROVIDER, request.request_model, request.response_model)
-        self._duration.labels(*labels, request.error).observe(request.duration_s)
-        first_s = request.first_token_s
-        if first_s is None or request.error:
+    def ended(self, run: GatewayRun, requested: str, served: str, error: str) -> None:
+        """Count a request by its models' names; times between tokens only if it succeeded."""
+        parsed, stats = run.parsed, run.stats
+        operation = "chat" if parsed.chat else "text_completion"
+        labels = (operation, PROVIDER, requested, served)
+        duration_s = (time.monotonic_ns() - parsed.arrival) / SECOND
+        self._duration.labels(*labels, error).observe(duration_s)
+        first_s = run.ttft_s
+        if first_s is None or error:
             return
         self._first_token.labels(*labels).observe(first_s)
-        gaps = request.tokens / request.sequences - 1
+        gaps = stats.completion_tokens / parsed.sequences - 1
         if gaps > 0:
-            self._per_token.labels(*labels).observe((request.duration_s - first_s) / gaps)
+            self._per_token.labels(*labels).observe((duration_s - first_s) / gaps)

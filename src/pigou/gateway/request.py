@@ -198,6 +198,12 @@ class GatewayRun:
         return parsed.sequences, self.prompt_tokens // len(parsed.prompts) + parsed.max_tokens
 
     @property
+    def ttft_s(self) -> float | None:
+        """TTFT; None before it, or for a reply in one piece."""
+        first_ns = self.stats.first_token
+        return (first_ns - self.parsed.arrival) / SECOND if first_ns else None
+
+    @property
     def outgoing(self) -> str:
         """Trace context as header lines for workers; may be empty."""
         return header_lines(self.trace_headers) if self.trace is None else self.trace.outgoing

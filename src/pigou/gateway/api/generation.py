@@ -19,7 +19,7 @@ from pigou.gateway.auth.keys import current_key
 from pigou.gateway.auth.tenure import read_tenure_headers
 from pigou.gateway.failure import Rejected
 from pigou.gateway.gateway import Gateway
-from pigou.gateway.metrics import GenAIRequest, Metrics
+from pigou.gateway.metrics import Metrics
 from pigou.gateway.model_routing import GatewayModel
 from pigou.gateway.proxy import sequences
 from pigou.gateway.proxy.driver import ReplyDriver, StreamDriver
@@ -232,28 +232,19 @@ def _counted(run: GatewayRun, model: GatewayModel) -> Iterator[None]:
         error = "499"  # as in the counter of requests: the client left
         raise
     finally:
-        served, requested = model.served_name, parsed.fields.model
-        first_ns = stats.first_token
-        first_s = (first_ns - parsed.arrival) / SECOND if first_ns else None
-        model.metrics.genai.ended(GenAIRequest(
-            chat=parsed.chat,
-            request_model=requested if requested and model.knows(requested) else served,
-            response_model=parsed.adapter or served,
-            error=error,
-            duration_s=(time.monotonic_ns() - parsed.arrival) / SECOND,
-            first_token_s=first_s,
-            tokens=stats.completion_tokens,
-            sequences=parsed.sequences,
-        ))  # fmt: skip
+        requested, served = parsed.fields.model, parsed.adapter or model.served_name
+        if not requested or not model.knows(requested):
+            requested = model.served_name
+        model.metrics.genai.ended(run, requested, served, error)
         describe_access(
             request_id=parsed.wire_id,
             trace_id=run.trace_id or None,
             tenant=parsed.tenant,
-            model=parsed.adapter or served,
+            model=served,
             stream=parsed.stream,
             prompt_tokens=stats.prompt_tokens,
             completion_tokens=stats.completion_tokens,
-            ttft_s=None if first_s is None else round(first_s, 6),
+            ttft_s=None if run.ttft_s is None else round(run.ttft_s, 6),
             worker=stats.worker,
         )
 

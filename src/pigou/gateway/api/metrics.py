@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-import aiohttp
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -236,20 +235,16 @@ class WorkerFederation:
                     "pool": "" if row is None else row.pool, MODEL: model.served_name,
                 }  # fmt: skip
                 targets.setdefault(worker.url, (upstream, labels))  # a frontend of several: once
-        texts = await asyncio.gather(*(self._text(upstream) for upstream, _ in targets.values()))
-        pages = [
-            WorkerPage(labels, text)
-            for (_, labels), text in zip(targets.values(), texts, strict=True)
-        ]
-        return await asyncio.to_thread(federated, pages)
+        return await asyncio.to_thread(
+            federated, await asyncio.gather(*(self._page(*target) for target in targets.values()))
+        )
 
-    async def _text(self, upstream: Upstream) -> str | None:
+    async def _page(self, upstream: Upstream, labels: dict[str, str]) -> WorkerPage:
+        page = await upstream.page("/metrics", self._timeout_s)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                status, page = await upstream.get("/metrics", self._timeout_s)
-            return page.decode() if status == 200 else None
-        except (aiohttp.ClientError, OSError, TimeoutError, RuntimeError, UnicodeDecodeError):
-            return None  # slow, gone meanwhile, or no page of text
+            return WorkerPage(labels, None if page is None else page.decode())
+        except UnicodeDecodeError:
+            return WorkerPage(labels, None)
 
 
 def federated(pages: Sequence[WorkerPage]) -> bytes:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import aiohttp
 import msgspec
 from aiohttp import web
 
@@ -114,11 +113,10 @@ def _row(trace: RequestTrace) -> dict[str, Any]:
 
 
 async def _ask(upstream: Upstream, path: str) -> list[dict[str, Any]]:
+    page = await upstream.page(path, _ASK_S)
     try:
-        status, page = await upstream.get(path, _ASK_S)
-        return msgspec.json.decode(page, type=_WorkerTrace).spans if status == 200 else []
-    except (aiohttp.ClientError, OSError, TimeoutError, RuntimeError, msgspec.MsgspecError,
-            UnicodeDecodeError):  # fmt: skip
+        return [] if page is None else msgspec.json.decode(page, type=_WorkerTrace).spans
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return []
 
 

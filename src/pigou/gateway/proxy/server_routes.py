@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
-import aiohttp
 import msgspec
 from aiohttp import web
 
@@ -105,9 +104,9 @@ def _posts(routes: Iterable[Route]) -> set[str]:
 
 async def _listed_routes(upstream: Upstream) -> list[Route] | None:
     """Return the routes in a server's `/openapi.json`; None without one."""
+    page = await upstream.page("/openapi.json", _TIMEOUT_S)
     try:
-        status, page = await upstream.get("/openapi.json", _TIMEOUT_S)
-        paths = msgspec.json.decode(page).get("paths") if status == 200 else None
+        paths = None if page is None else msgspec.json.decode(page).get("paths")
         if not isinstance(paths, dict):
             return None
         routes = []
@@ -117,8 +116,7 @@ async def _listed_routes(upstream: Upstream) -> list[Route] | None:
                 for part in re.split(r"(\{[^{}]*\})", str(path))
             )
             routes.append((re.compile(pattern), {str(name).upper() for name in methods}))
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError, AttributeError, TypeError,
-            re.error, RecursionError):  # fmt: skip
+    except (ValueError, AttributeError, TypeError, re.error, RecursionError):
         return None
     return routes
 

@@ -17,7 +17,6 @@ from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.request import GatewayRun
 from pigou.lifecycle.messages import FetchKV, LifecycleEvent, StartDecode, StartPrefill, Step
 from pigou.lifecycle.messages import SubmitRequest as Submit
-from pigou.request import SECOND
 from pigou.tracing.request_trace import Attributes, AttributeValue, RequestTrace
 from pigou.tracing.trace_context import Headers
 from pigou.tracing.tracer import Tracer
@@ -223,10 +222,8 @@ def _add_request(
         ("gen_ai.usage.cache_read.input_tokens", run.cached),
         ("pigou.tenant", run.parsed.tenant or None),
         ("pigou.overflow.from", run.overflow or None),
+        ("gen_ai.response.time_to_first_chunk", run.ttft_s),
     ]
-    if stats.first_token:
-        first_s = (stats.first_token - run.parsed.arrival) / SECOND
-        further.append(("gen_ai.response.time_to_first_chunk", first_s))
     for name, value in further:
         if value is not None:
             names.append(name)

@@ -357,6 +357,15 @@ class Upstream:
         ) as response:
             return response.status, await read_page(response)
 
+    async def page(self, path: str, timeout_s: float) -> bytes | None:
+        """Return a page; None if it is not there, or not within `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                status, page = await self.get(path, timeout_s)
+        except (aiohttp.ClientError, OSError, TimeoutError, RuntimeError):
+            return None
+        return page if status == 200 else None
+
     @asynccontextmanager
     async def passing(
         self, method: str, path: str, headers: dict[str, str], data: Any
