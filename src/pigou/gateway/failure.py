@@ -9,7 +9,7 @@ import msgspec
 from pigou.control.messages import Shed
 from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.request import SECOND
-from pigou.wire.errors import REQUEST_FAILED, SUSPECT, APIError
+from pigou.wire.errors import DECODING_ERRORS, NO_RETRY, REQUEST_FAILED, SUSPECT, APIError
 
 
 class WorkerFailed(Exception):
@@ -40,13 +40,22 @@ class WorkerFailed(Exception):
         return died or (self.reason == "refused" and self.status == 500)
 
 
-class Rejected(Exception):
+class Rejected(APIError):
     """A worker rejected a request as invalid; every worker would."""
 
-    def __init__(self, status: int, body: bytes) -> None:
-        super().__init__(f"the worker answered {status}")
-        self.status = status  # HTTP status, 4xx; 500 where its content made the engine fail
-        self.body = body
+    def __init__(self, status: int, answer: bytes) -> None:
+        """Pass on an answer of status 4xx, or 500 where its content made the engine fail."""
+        super().__init__(status, f"the worker answered {status}", type=REQUEST_FAILED)
+        self.answer = answer
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response beside its body."""
+        return NO_RETRY
+
+    def body(self) -> bytes:
+        """Return the worker's JSON body."""
+        return self.answer
 
 
 def busy(shed: Shed) -> APIError:
@@ -96,5 +105,5 @@ def is_request_failure(body: bytes) -> bool:
     """True if an error body reports a failure of this request alone."""
     try:
         return msgspec.json.decode(body, type=_Failure).error.type == REQUEST_FAILED
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except DECODING_ERRORS:
         return False

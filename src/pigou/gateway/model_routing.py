@@ -15,7 +15,7 @@ from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.prompt_reader import PromptReader
 from pigou.gateway.proxy.upstream import Upstream
 from pigou.gateway.request_parsing import ServerScope
-from pigou.wire.errors import APIError, bad_request
+from pigou.wire.errors import DECODING_ERRORS, APIError, bad_request
 from pigou.wire.openai_replies import model_card
 from pigou.wire.openai_requests import without_bom
 
@@ -228,7 +228,7 @@ class ModelRouting:
             return self.models[0], ""
         try:
             field = _model_field.decode(without_bom(data))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except DECODING_ERRORS:
             return self.models[0], ""
         model = self.find(field.model)
         return model, model.sent_name(field.model)

@@ -15,7 +15,7 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.control.prefix_index.block_keys import chain, token_array
-from pigou.gateway.failure import Rejected, WorkerFailed
+from pigou.gateway.failure import WorkerFailed
 from pigou.gateway.proxy.upstream import Engine, Upstream
 from pigou.gateway.request import Body, BodyFields, GatewayRun
 from pigou.gateway.request_parsing import digest, first_prompt
@@ -342,7 +342,6 @@ async def _ask(upstream: Upstream, body: Body) -> list[int] | None:
         return msgspec.json.decode(answer, type=_TokenizeReply).tokens
     except (
         WorkerFailed,
-        Rejected,
         APIError,
         TimeoutError,
         msgspec.MsgspecError,

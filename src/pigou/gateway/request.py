@@ -11,7 +11,6 @@ import msgspec
 
 from pigou.control.messages import Choice
 from pigou.gateway.auth.keys import NO_QUOTA, RequestQuota
-from pigou.gateway.failure import Rejected
 from pigou.gateway.proxy.reply_parsing import ABSENT
 from pigou.objectives import Objectives, Slo
 from pigou.request import NEVER, SECOND, BlockKeys, Request
@@ -268,7 +267,7 @@ class MeteredRun:
         self.computed: ComputedPrompt | None = None  # once the prompt was computed
         self.moves = 0  # attempts that failed
         self.relays: list[StreamCount] = []
-        self.error: APIError | Rejected | None = None
+        self.error: APIError | None = None
         self._headers = headers
         self._counted = 0
         self._ended: MeteredRequest | None = None

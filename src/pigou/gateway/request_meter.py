@@ -13,7 +13,6 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from pigou.control.admission.queue_order import QueuedRequest
-from pigou.gateway.failure import Rejected
 from pigou.gateway.request import GatewayRun, MeteredRun
 from pigou.metric_rows import counter_family, gauge_family
 from pigou.objectives import AttainmentCounter, Objectives, class_label
@@ -61,7 +60,7 @@ class RequestMeter:
             self._arrived.append(metered)
         try:
             yield
-        except (APIError, Rejected) as error:
+        except APIError as error:
             self._end(run, metered, done=False, counts=_is_offered(error))
             raise
         except (ConnectionError, TimeoutError, asyncio.CancelledError):
@@ -175,7 +174,7 @@ class RequestMeter:
         )  # fmt: skip
 
 
-def _is_offered(error: APIError | Rejected) -> bool:
+def _is_offered(error: APIError) -> bool:
     """True if a request with this end counts as offered."""
     return error.status >= 500 or error.status == _TOO_MANY
 

@@ -17,7 +17,6 @@ from pigou.gateway.api.page import JSON, APIPage, APIPages
 from pigou.gateway.auth.guard import count_for
 from pigou.gateway.auth.keys import current_key
 from pigou.gateway.auth.tenure import read_tenure_headers
-from pigou.gateway.failure import Rejected
 from pigou.gateway.gateway import Gateway
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.model_routing import GatewayModel
@@ -196,7 +195,7 @@ class GenerationAPI:
             if not writer.open:
                 raise
             failure = error
-            if not isinstance(failure, APIError | Rejected):
+            if not isinstance(failure, APIError):
                 _log.exception("the stream of request %s failed", run.parsed.wire_id)
                 failure = APIError(500, f"The gateway failed: {type(error).__name__}.")
             if run.metered is not None:
@@ -225,7 +224,7 @@ def _counted(run: GatewayRun, model: GatewayModel) -> Iterator[None]:
         yield
         failure = None if run.metered is None else run.metered.error
         error = "" if failure is None else str(failure.status)
-    except (APIError, Rejected) as refusal:
+    except APIError as refusal:
         error = str(refusal.status)
         raise
     except (ConnectionError, TimeoutError, asyncio.CancelledError):

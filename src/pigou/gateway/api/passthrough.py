@@ -32,7 +32,14 @@ from pigou.gateway.request_parsing import salt
 from pigou.kv.tenure import Tenure
 from pigou.request import SECOND, FinishReason
 from pigou.tracing.trace_context import passed_on
-from pigou.wire.errors import STORED_COLLECTIONS, APIError, bad_request, error_body, too_large
+from pigou.wire.errors import (
+    DECODING_ERRORS,
+    STORED_COLLECTIONS,
+    APIError,
+    bad_request,
+    error_body,
+    too_large,
+)
 from pigou.wire.openai_requests import without_bom
 from pigou.wire.request_validation import REQUEST_ID_HEADER as REQUEST_ID
 from pigou.wire.request_validation import request_id
@@ -301,7 +308,7 @@ def _object(data: bytes) -> Body:
     data = without_bom(data)
     try:
         return dict(_fields.decode(data)) if data else {}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except DECODING_ERRORS as error:
         raise bad_request(f"The body is not a JSON object: {error}.") from None
 
 

@@ -11,15 +11,14 @@ from contextvars import ContextVar
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from pigou.gateway.api.page import Access, APIPage
+from pigou.gateway.api.page import JSON, Access, APIPage
 from pigou.gateway.auth.keys import Keys, unauthorized, use_key
 from pigou.gateway.config import GatewayConfig
-from pigou.gateway.failure import Rejected
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.startup_shutdown import Shutdown
 from pigou.logs import accessed, note_request
 from pigou.wire.connections import is_reserved, serves_probes_alone, too_many_connections
-from pigou.wire.errors import NO_RETRY, APIError, bad_request, http_error, too_large
+from pigou.wire.errors import APIError, bad_request, http_error, too_large
 from pigou.wire.names import is_loopback
 
 _log = logging.getLogger("pigou.gateway")
@@ -124,10 +123,6 @@ def _x_api_key(request: web.Request) -> str | None:
 
 def _refusal(request: web.Request, error: Exception, metrics: Metrics) -> web.Response:
     match error:
-        case Rejected():
-            response = _json(error.status, error.body)
-            response.headers.update(NO_RETRY)
-            return response
         case APIError():
             if error.status in (429, 503) and request.method == "POST":
                 (_model_metrics.get() or metrics).shed.inc()
@@ -145,15 +140,11 @@ def _refusal(request: web.Request, error: Exception, metrics: Metrics) -> web.Re
     return error_response(APIError(500, "The gateway failed; its log says why."))
 
 
-def _json(status: int, body: bytes) -> web.Response:
-    return web.Response(status=status, body=body, content_type="application/json")
-
-
 def error_response(error: APIError) -> web.Response:
     """Return the HTTP response of an error."""
-    response = _json(error.status, error.body())
-    response.headers.update(error.headers)
-    return response
+    return web.Response(
+        body=error.body(), status=error.status, headers=error.headers, content_type=JSON
+    )
 
 
 def check_browser(config: GatewayConfig) -> Middleware:

@@ -59,7 +59,7 @@ from pigou.lifecycle.messages import (
 from pigou.lifecycle.migration import can_migrate, closing_frames, length_frame
 from pigou.lifecycle.request import RECALLED, Effects, RequestLifecycle
 from pigou.request import SECOND
-from pigou.wire.errors import APIError
+from pigou.wire.errors import DECODING_ERRORS, APIError
 from pigou.wire.openai_requests import without_bom
 from pigou.wire.prefill_decode_legs import leg_one, leg_two, ticket
 
@@ -94,13 +94,13 @@ class RequestDriver(ABC):
         self._reply = b""
         self._transfer: dict[str, Any] | None = None  # params of what the next leg need not compute
         self._failure = WorkerFailed(RECALLED, "it was taken from worker to worker")
-        self._refusal: APIError | Rejected | None = None
+        self._refusal: APIError | None = None
         self._end: EndRequest | None = None
         self._awaiting: asyncio.Task[object] | None = None  # a step that may be broken off
         self._interrupted: Effects = ()
 
     async def drive(self) -> bytes:
-        """Serve the request; return a whole reply or nothing; raise `APIError`, `Rejected`."""
+        """Serve the request; return a whole reply or nothing; raise `APIError`."""
         task, trace = asyncio.current_task(), self.run.trace
         assert task is not None
         try:
@@ -119,7 +119,7 @@ class RequestDriver(ABC):
                         raise  # the client is gone
                 except WorkerFailed as error:
                     failure = error
-                except (APIError, Rejected) as error:
+                except APIError as error:
                     failure = self._without_adapter(step, error)
                     if failure is None:
                         self._refusal, event = error, RequestRefused(step.leg)
@@ -187,7 +187,7 @@ class RequestDriver(ABC):
         assert event is not None
         return self.life.take(event, now_ns)
 
-    def _without_adapter(self, step: Step, error: APIError | Rejected) -> WorkerFailed | None:
+    def _without_adapter(self, step: Step, error: APIError) -> WorkerFailed | None:
         """Return the failure of a worker that unloaded the adapter; None for a refusal."""
         adapter = self.run.parsed.adapter
         if not (adapter and error.status == 404 and isinstance(step, StartPrefill | StartDecode)):
@@ -322,7 +322,7 @@ class RequestDriver(ABC):
                         held=run.reply_bytes, max_bytes=MAX_TICKET_BYTES,
                     )  # fmt: skip
             self._transfer = ticket(reply)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except DECODING_ERRORS as error:
             raise prefill.broke("garbage", error) from error
         run.cached = None if self._transfer is None else cached_tokens(reply)
         now_ns = time.monotonic_ns()
@@ -410,7 +410,7 @@ class ReplyDriver(RequestDriver):
             )
         try:
             read = whole(without_bom(reply))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except DECODING_ERRORS as error:
             run.reply_bytes.shrink(len(reply))
             del reply  # the error's frames would keep it
             raise decode.broke("garbage", error) from None

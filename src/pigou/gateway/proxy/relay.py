@@ -13,7 +13,7 @@ from pigou.gateway.proxy.reply_parsing import PROMPT_TOKEN_IDS, TOKEN_IDS, count
 from pigou.gateway.request import GatewayRun, StreamCount
 from pigou.lifecycle.migration import MigratedChunks, StreamState, length_frame
 from pigou.wire.bodies import OverBudget
-from pigou.wire.errors import REQUEST_FAILED
+from pigou.wire.errors import DECODING_ERRORS, REQUEST_FAILED
 from pigou.wire.json_limits import is_deep
 from pigou.wire.sse import DONE, DONE_PAYLOAD, EventTooLong, Reader, frame
 
@@ -131,7 +131,7 @@ class Relay(StreamCount):
                 break
             try:
                 passed = self._take(payload)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            except DECODING_ERRORS as error:
                 self.failed = WorkerFailed("garbage", f"the worker sent no chunk: {error}")
                 break
             except TooManyTokens as error:

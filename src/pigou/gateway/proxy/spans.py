@@ -13,7 +13,7 @@ from aiohttp import web
 
 from pigou.control.messages import Shed
 from pigou.control.router import Explanation
-from pigou.gateway.failure import Rejected, WorkerFailed
+from pigou.gateway.failure import WorkerFailed
 from pigou.gateway.request import GatewayRun
 from pigou.lifecycle.messages import FetchKV, LifecycleEvent, StartDecode, StartPrefill, Step
 from pigou.lifecycle.messages import SubmitRequest as Submit
@@ -187,9 +187,7 @@ def _end_request(
 
 def status_of(error: BaseException) -> int:
     """Return the HTTP status of an exception."""
-    if isinstance(error, APIError | Rejected):
-        return error.status
-    if isinstance(error, web.HTTPException):
+    if isinstance(error, APIError | web.HTTPException):
         return error.status
     left = isinstance(error, ConnectionError | TimeoutError | asyncio.CancelledError)
     return _CLIENT_LEFT if left else 500
@@ -199,7 +197,7 @@ def error_type(error: BaseException) -> str:
     """Return a short reason of a phase's failure."""
     if isinstance(error, WorkerFailed):
         return error.reason
-    if isinstance(error, APIError | Rejected):
+    if isinstance(error, APIError):
         return str(error.status)
     return "cancelled" if isinstance(error, asyncio.CancelledError) else type(error).__name__
 

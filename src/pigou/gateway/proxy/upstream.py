@@ -467,7 +467,7 @@ async def fetch_kv(
         return None, "late"
     except WorkerFailed as failure:
         return None, failure.reason
-    except (Rejected, APIError):
+    except APIError:
         return None, "refused"
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None, "garbage"

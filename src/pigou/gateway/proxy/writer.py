@@ -130,10 +130,10 @@ class SSEWriter:
                 self._note_blocked()
             self._end_blocked()
 
-    async def fail(self, error: APIError | Rejected) -> None:
+    async def fail(self, error: APIError) -> None:
         """End the stream with an error event."""
         if isinstance(error, Rejected):
-            await self.write(frame(_compact(error.body)) + DONE)
+            await self.write(frame(_compact(error.answer)) + DONE)
         else:
             kind = TYPES.get(error.status, error.type)
             body = error_body(error.message, kind, None, error.status)
