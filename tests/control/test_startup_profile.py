@@ -9,8 +9,8 @@ from pigou.config import EngineConfig
 from pigou.control.latency_model.estimates import Estimates
 from pigou.control.latency_model.model import LatencyModel
 from pigou.request import SECOND, Rehearsed
+from pigou.sim.pool_performance import measure_speeds
 from pigou.sim.timing import Law, LawTiming
-from pigou.sim.worker_spec import measure_speeds
 
 LAW = Law(itl_a=0.02, itl_b=0.001, prefill=0.045, prefill_token=1e-4, mixed=0.006)
 ENGINE = EngineConfig(blocks=4096, max_model_len=10_000)

@@ -6,14 +6,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from pigou.engine.startup_profiling import ProfiledLoad
+from pigou.config import EngineConfig
+from pigou.engine.startup_profiling import (
+    CONTEXT_TOKENS,
+    DECODE_STEPS,
+    ProfiledLoad,
+    profiled_loads,
+)
 from pigou.kv.resharding import split_of
 from pigou.performance.model import PerformanceModel
 from pigou.performance.speed import doubling
-from pigou.request import SECOND, Role
+from pigou.request import SECOND, Rehearsed, Role
 from pigou.sim.fleet_config import FleetConfig
 from pigou.sim.timing import Timing, step_nanos
-from pigou.sim.worker_spec import WorkerSpec, measure_load
+from pigou.sim.worker_spec import WorkerSpec
 
 #: Fewest tokens of a measured prompt, or of a measured context.
 _MIN_TOKENS = 64
@@ -56,3 +62,21 @@ def measure_performance(spec: WorkerSpec, role: Role, fleet: FleetConfig) -> Per
 
 def _step_s(timing: Timing, streams: int, context: int) -> float:
     return step_nanos(timing, 0, 0, False, streams, context) / SECOND
+
+
+def measure_speeds(timing: Timing, config: EngineConfig) -> tuple[Rehearsed, ...]:
+    """Return the seconds of startup profiling's loads, by the worker's timing."""
+    return tuple(measure_load(load, timing, config) for load in profiled_loads(config))
+
+
+def measure_load(load: ProfiledLoad, timing: Timing, config: EngineConfig) -> Rehearsed:
+    """Return the seconds of a load, by the worker's timing."""
+    done, steps, nanos = 0, 0, 0
+    min_steps = 1 if load.tokens else DECODE_STEPS
+    while done < load.tokens or steps < min_steps:
+        chunk = min(load.tokens - done, config.max_batched_tokens - load.streams)
+        nanos += step_nanos(
+            timing, chunk, done, done + chunk == load.tokens, load.streams, CONTEXT_TOKENS + steps
+        )
+        done, steps = done + chunk, steps + 1
+    return Rehearsed(load.tokens, load.streams, steps, nanos / SECOND)

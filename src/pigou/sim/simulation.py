@@ -24,6 +24,7 @@ from pigou.sim.cost import simulated_cost_meter
 from pigou.sim.fleet import SimulatedFleet
 from pigou.sim.fleet_config import FleetConfig, ScalingConfig, WorkerGroup
 from pigou.sim.membership import Membership
+from pigou.sim.pool_performance import measure_speeds
 from pigou.sim.result import SimulationResult, objectives_document
 from pigou.sim.scaling import (
     OfferedRate,
@@ -40,7 +41,7 @@ from pigou.sim.timing_models import build_timing, capacity, kv_bytes, kv_heads
 from pigou.sim.virtual_clock import EPOCH, Clock
 from pigou.sim.window_meter import WindowMeter
 from pigou.sim.worker import MAX_STEPS
-from pigou.sim.worker_spec import FleetWorker, WorkerSpec, measure_speeds
+from pigou.sim.worker_spec import FleetWorker, WorkerSpec
 from pigou.sim.workload import ClosedLoop, OpenLoop, RequestLengths, renewal
 
 #: Events between progress reports.

@@ -7,20 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pigou.config import ConfigError, EngineConfig
-from pigou.engine.startup_profiling import (
-    CONTEXT_TOKENS,
-    DECODE_STEPS,
-    ProfiledLoad,
-    profiled_loads,
-)
 from pigou.kv.offload import RecomputeCost
 from pigou.kv.resharding import TransferSplit, heads_of_rank, split_of
 from pigou.kv.tiers import Tiers
-from pigou.request import SECOND, KVEvent, Rehearsed, Role, Worker
+from pigou.request import KVEvent, Rehearsed, Role, Worker
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.setup import TierConfig
 from pigou.sim.tiers import simulated_tiers
-from pigou.sim.timing import Timing, step_nanos
+from pigou.sim.timing import Timing
 from pigou.sim.virtual_clock import EPOCH
 from pigou.sim.worker import SimWorker
 from pigou.windows.planner_window import WorkerState
@@ -122,21 +116,3 @@ def rank_splits(
         return split_of(sender.kv_heads, sender.gpus, receiver.gpus)
 
     return split
-
-
-def measure_speeds(timing: Timing, config: EngineConfig) -> tuple[Rehearsed, ...]:
-    """Return the seconds of startup profiling's loads, by the worker's timing."""
-    return tuple(measure_load(load, timing, config) for load in profiled_loads(config))
-
-
-def measure_load(load: ProfiledLoad, timing: Timing, config: EngineConfig) -> Rehearsed:
-    """Return the seconds of a load, by the worker's timing."""
-    done, steps, nanos = 0, 0, 0
-    min_steps = 1 if load.tokens else DECODE_STEPS
-    while done < load.tokens or steps < min_steps:
-        chunk = min(load.tokens - done, config.max_batched_tokens - load.streams)
-        nanos += step_nanos(
-            timing, chunk, done, done + chunk == load.tokens, load.streams, CONTEXT_TOKENS + steps
-        )
-        done, steps = done + chunk, steps + 1
-    return Rehearsed(load.tokens, load.streams, steps, nanos / SECOND)
