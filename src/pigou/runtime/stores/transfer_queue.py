@@ -52,7 +52,7 @@ class TransferQueueStatus:
     moved: int = 0  # blocks that arrived
     refused: int = 0  # blocks of refused jobs
     errors: int = 0  # failed jobs
-    restarts: int = 0  # of the loop, after a failure
+    restarts: int = 0  # starts of the loop after a failure
 
 
 @dataclass(slots=True)
