@@ -7,6 +7,7 @@ import re
 import reprlib
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, get_args, get_type_hints
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -52,6 +53,15 @@ def check_fields(config: object, *names: str, **bounds: Any) -> None:
     """Check several fields with `check_bounds`."""
     for name in names:
         check_bounds(name, getattr(config, name), **bounds)
+
+
+def is_http_url(text: str) -> bool:
+    """True for an `http://` or `https://` address with a host, and a port that can be one."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not close, a port that is no number
+        return False
 
 
 def check_all(*checks: Callable[[], object]) -> None:

@@ -51,6 +51,7 @@ async def test_workers_are_listed_added_flipped_and_removed() -> None:
     ("arguments", "code", "words"),
     [
         (["list", "here"], 2, "'here' is no URL"),
+        (["list", "http://[::1"], 2, "is no URL"),
         (["list", "http://127.0.0.1:1"], 1, "http://127.0.0.1:1: "),
         (["add", "http://h"], 2, "give --role or --attach"),
         (["add", "http://h", "--role", "both", "--attach", "http://x"], 2, "only one of them"),

@@ -30,6 +30,7 @@ from pigou.request import Role
         (["--policy", "nope"], "least-loaded"),
         (["--decode", "0"], "nobody to decode"),
         (["--attach", "here"], "no base URL"),
+        (["--attach", "http://[::1"], "no base URL"),
         (["--attach", "http://h:1,rôle=x"], "not understood"),
         (["--attach", "http://h:1,role=x"], "prefill, decode or both"),
         (["--api-keys-file", "/nowhere/keys"], "/nowhere/keys"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Annotated, Any, Literal
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import msgspec
 import typer
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pigou.cli.config_options import config_command
+from pigou.config import ConfigError, RunError, is_http_url
 from pigou.fleet.kubernetes.definitions import OperatorConfig, definitions_yaml
 from pigou.imports import require
 from pigou.logs import configure
@@ -49,7 +50,7 @@ LimitS = Annotated[
 @fleet.command("list")
 def list_(url: Url, key: AdminKey = "", json: Json = False) -> None:
     """List the workers: role, state, pool, streams and prefills."""
-    answer = _ask("list", url, key, "GET", "/workers")
+    answer = ask(url, key, "GET", "/workers")
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
         return
@@ -76,14 +77,14 @@ def add(
 ) -> None:
     """Start local workers, or attach a server."""
     if (role is None) == (not attach):
-        raise _usage("add", "give --role or --attach, and only one of them")
+        raise ConfigError("give --role or --attach, and only one of them")
     if attach and count != 1:
-        raise _usage("add", f"--count is {count}, and --attach takes one server")
+        raise ConfigError(f"--count is {count}, and --attach takes one server")
     if attach and model:
-        raise _usage("add", f"--model is {model}, and a server that is attached says its own")
+        raise ConfigError(f"--model is {model}, and a server that is attached says its own")
     body: dict[str, Any] = {"attach": attach} if attach else {"role": role, "count": count}
     body |= {"model": model} if model else {}
-    _change("add", url, key, json, "/workers", body)
+    _change(url, key, json, "/workers", body)
 
 
 @fleet.command("drain")
@@ -91,7 +92,7 @@ def drain(
     url: Url, worker: WorkerId, limit_s: LimitS = None, key: AdminKey = "", json: Json = False
 ) -> None:
     """Drain a worker: it finishes its streams, then leaves the fleet."""
-    _change("drain", url, key, json, _path(worker, "/drain"), _limited(limit_s))
+    _change(url, key, json, _path(worker, "/drain"), _limited(limit_s))
 
 
 @fleet.command("flip")
@@ -104,7 +105,7 @@ def flip(
     json: Json = False,
 ) -> None:
     """Drain a worker, then let it serve in another role."""
-    _change("flip", url, key, json, _path(worker, "/flip"), {"role": role} | _limited(limit_s))
+    _change(url, key, json, _path(worker, "/flip"), {"role": role} | _limited(limit_s))
 
 
 @fleet.command("restart")
@@ -112,7 +113,7 @@ def restart(
     url: Url, worker: WorkerId, limit_s: LimitS = None, key: AdminKey = "", json: Json = False
 ) -> None:
     """Drain a local worker, then restart it."""
-    _change("restart", url, key, json, _path(worker, "/restart"), _limited(limit_s))
+    _change(url, key, json, _path(worker, "/restart"), _limited(limit_s))
 
 
 @fleet.command("remove")
@@ -127,7 +128,7 @@ def remove(
 ) -> None:
     """Remove a worker after a drain, or at once."""
     path = _path(worker, "?now=true" if now else "")
-    _change("remove", url, key, json, path, None, method="DELETE")
+    _change(url, key, json, path, None, method="DELETE")
 
 
 def _path(worker: str, rest: str) -> str:
@@ -138,31 +139,25 @@ def _limited(limit_s: float | None) -> dict[str, Any]:
     return {} if limit_s is None else {"limit_s": limit_s}
 
 
-def _change(
-    command: str, url: str, key: str, json: bool, path: str, body: Any, method: str = "POST"
-) -> None:
-    answer = _ask(command, url, key, method, path, body)
+def _change(url: str, key: str, json: bool, path: str, body: Any, method: str = "POST") -> None:
+    answer = ask(url, key, method, path, body)
     if json:
         typer.echo(msgspec.json.encode(answer).decode())
     else:
         for row in answer["workers"]:
             typer.echo(f"{row['id']} is {row['state']}, role {row['role']}")
     if refused := answer.get("refused"):
-        typer.echo(f"pigou fleet {command}: {refused}", err=True)
-        raise typer.Exit(1)
+        raise RunError(refused)
 
 
-def _ask(
-    command: str, url: str, key: str, method: str, path: str, body: Any = None
-) -> dict[str, Any]:
-    """Return what the gateway answers; end the command where that is an error."""
+def ask(url: str, key: str, method: str, path: str, body: Any = None) -> dict[str, Any]:
+    """Return what a gateway or a worker answers; raises ConfigError or RunError for an error."""
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
     from urllib.request import Request, urlopen
 
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise _usage(command, f"{url!r} is no URL; write for example http://127.0.0.1:8000")
+    if not is_http_url(url):
+        raise ConfigError(f"{url!r} is no URL; write for example http://127.0.0.1:8000")
     base = url.rstrip("/").removesuffix("/v1")
     headers = {"authorization": f"Bearer {key}"} if key else {}
     data = None
@@ -179,11 +174,9 @@ def _ask(
             return answer
     except HTTPError as error:
         message = _message(error.read(_MAX_ANSWER_BYTES)) or f"{base} answered {error.code}"
-        status = 2 if error.code == 400 else 1
+        raise (ConfigError if error.code == 400 else RunError)(message) from None
     except (URLError, HTTPException, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        message, status = f"{base}: {getattr(error, 'reason', error)}", 1
-    typer.echo(f"pigou fleet {command}: {message}", err=True)
-    raise typer.Exit(status)
+        raise RunError(f"{base}: {getattr(error, 'reason', error)}") from None
 
 
 def _message(body: bytes) -> str:
@@ -192,12 +185,6 @@ def _message(body: bytes) -> str:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
     return str(error.get("message", "")) if isinstance(error, dict) else ""
-
-
-def _usage(command: str, message: str) -> typer.Exit:
-    """Tell of wrong usage; return what ends the command with status 2."""
-    typer.echo(f"pigou fleet {command}: {message}", err=True)
-    return typer.Exit(2)
 
 
 @config_command()

@@ -23,15 +23,13 @@ from pigou.capacity.vram import (
 from pigou.cli.config_options import config_command
 from pigou.cli.option_values import check_json, write_json
 from pigou.cli.progress import wide_console
-from pigou.config import ConfigError
+from pigou.config import ConfigError, RunError
 from pigou.models.architecture import Architecture
 from pigou.models.read import architecture
 from pigou.sim.gpus import GIB, GIGA, Gpu
 from pigou.sim.gpus import gpu as gpu_named
 
 _TERMS = ("weights", "cache", "activations", "adapters", "runtime", "scratch")
-#: Seconds that a worker may take to answer.
-_TIMEOUT_S, _MAX_ANSWER_BYTES = 10.0, 2**23
 _MARGIN = 0.3
 #: Memory of a GPU at most.
 _MAX_GIB = 2**20
@@ -110,17 +108,12 @@ def vram(
 
 
 def _measured(url: str, key: str) -> dict[str, Any]:
-    from http.client import HTTPException
-    from urllib.request import Request, urlopen
+    from pigou.cli.fleet import ask
 
-    headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        request = Request(f"{url.rstrip('/')}/server_info", headers=headers)
-        with urlopen(request, timeout=_TIMEOUT_S) as response:
-            about = msgspec.json.decode(response.read(_MAX_ANSWER_BYTES), type=dict[str, Any])
-    except (OSError, ValueError, HTTPException, msgspec.DecodeError) as error:
-        reason = getattr(error, "reason", error)
-        raise ConfigError(f"worker is {url!r}, which cannot be asked: {reason}") from None
+        about = ask(url, key, "GET", "/server_info")
+    except (ConfigError, RunError) as error:
+        raise ConfigError(f"worker is {url!r}, which cannot be asked: {error}") from None
     memory = measured_map(about)
     return {
         "model": about.get("model", ""), "device": about["memory"]["device"],

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, is_http_url
 from pigou.config_option import option
 from pigou.gateway.config import Overflow
 from pigou.placement.gang import Pack
@@ -408,8 +408,7 @@ class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
     def parse(cls, text: str, number: int) -> Self:
         """Read `URL[,role=R][,events=ZMQ]...`, with `_ATTACH_OPTIONS`. Raises ConfigError."""
         url, *rest = text.split(",")
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        if not is_http_url(url) or urlsplit(url).query:
             raise ConfigError(f"attach: {url!r} is no base URL; write for example http://HOST:8000")
         options = {}
         for item in rest:

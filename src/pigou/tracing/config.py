@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 import msgspec
 
 from pigou import __version__
-from pigou.config import ConfigError
+from pigou.config import ConfigError, is_http_url
 from pigou.config_option import option
 
 #: Endpoint that exports nothing: traces are for `GET /traces` alone.
@@ -163,8 +163,7 @@ def resource(service: str, environ: Mapping[str, str] = os.environ) -> dict[str,
 
 def check_endpoint(name: str, url: str) -> None:
     """Raise ConfigError unless the URL is of an HTTP server."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if not is_http_url(url):
         raise ConfigError(
             f"{name} is {url!r}; give the URL of an OTLP/HTTP receiver, such as "
             f"http://127.0.0.1:4318{_PATH}, or {MEMORY}"

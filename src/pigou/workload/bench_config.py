@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds
+from pigou.config import ConfigError, check_bounds, is_http_url
 from pigou.config_option import option
 from pigou.objectives import Slo
 
@@ -49,10 +49,10 @@ class LengthRange:
         return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
 
 
-class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One run of the load client."""
+class EndpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The endpoint that a command measures."""
 
-    url: Annotated[str, option("Endpoint, as http://127.0.0.1:8000.", argument=True)]
+    url: Annotated[str, option("Endpoint or worker, as http://127.0.0.1:8000.", argument=True)]
     model: Annotated[str, option("Model name; by default the first one listed.", "Endpoint")] = ""
     api_key: Annotated[
         str,
@@ -63,6 +63,27 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             show_default=False,
         ),
     ] = ""
+
+    def __post_init__(self) -> None:
+        if not is_http_url(self.url):
+            raise ConfigError(
+                f"the URL is {self.url!r}; write for example http://127.0.0.1:8000 or https://host"
+            )
+        parts = urlsplit(self.url)
+        if parts.username or parts.password:
+            raise ConfigError("the URL holds a user or a password; use --api-key")
+        if parts.query or parts.fragment:
+            raise ConfigError(f"the URL is {self.url!r}; leave out what follows the path")
+
+    @property
+    def base(self) -> str:
+        """The endpoint's URL, without `/v1` and without a slash at the end."""
+        return self.url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+class BenchConfig(EndpointConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One run of the load client."""
+
     chat: Annotated[bool, option("Send chat completions.", "Endpoint", flags=("--chat",))] = False
     concurrency: Annotated[
         int | None,
@@ -146,22 +167,7 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 f"--cv is {self.cv}; it must be 0 (even gaps), or {MIN_CV:g} to {MAX_CV:g}"
             )
         self.inputs, self.outputs, self.arrivals, self.objective  # noqa: B018  (they raise where they are wrong)
-        self._check_url()
-
-    def _check_url(self) -> None:
-        try:
-            parts = urlsplit(self.url)
-            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # brackets that do not close, a port that is no number
-            usable = False
-        if not usable:
-            raise ConfigError(
-                f"the URL is {self.url!r}; write for example http://127.0.0.1:8000 or https://host"
-            )
-        if parts.username or parts.password:
-            raise ConfigError("the URL holds a user or a password; use --api-key")
-        if parts.query or parts.fragment:
-            raise ConfigError(f"the URL is {self.url!r}; leave out what follows the path")
+        EndpointConfig.__post_init__(self)
 
     def _check_conflicts(self) -> None:
         conflicts = (
@@ -197,11 +203,6 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             return Slo.parse(self.slo) if self.slo else None
         except ConfigError as error:
             raise ConfigError(f"--slo is {self.slo!r}: {error}") from None
-
-    @property
-    def base(self) -> str:
-        """The endpoint's URL, without `/v1` and without a slash at the end."""
-        return self.url.rstrip("/").removesuffix("/v1").rstrip("/")
 
     @property
     def inputs(self) -> LengthRange:

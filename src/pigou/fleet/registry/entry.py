@@ -5,10 +5,10 @@ from __future__ import annotations
 import hmac
 import re
 from typing import Annotated, NamedTuple
-from urllib.parse import urlsplit
 
 import msgspec
 
+from pigou.config import is_http_url
 from pigou.request import Role
 from pigou.wire.fleet_secret import FleetSecret
 
@@ -80,21 +80,13 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not _INCARNATION.fullmatch(self.incarnation):
             raise ValueError(f"incarnation is {self.incarnation[:80]!r}; it must be a UUID")
-        if not _is_base_url(self.url):
+        if not is_http_url(self.url):
             raise ValueError(f"url is {self.url[:80]!r}; it must be like http://HOST:PORT")
 
     @property
     def identity(self) -> Identity:
         """Worker and incarnation."""
         return Identity(self.worker, self.incarnation)
-
-
-def _is_base_url(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
 
 
 class _Envelope(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from typing import Annotated
-from urllib.parse import urlsplit
-
-import msgspec
 
 from pigou.config import ConfigError, check_bounds
 from pigou.config_option import option
+from pigou.workload.bench_config import EndpointConfig
 
 
-class ProfileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ProfileConfig(EndpointConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One profile of one worker."""
 
-    url: Annotated[str, option("Worker, as http://127.0.0.1:8100.", argument=True)]
-    model: Annotated[str, option("Model name; by default the first one listed.")] = ""
-    api_key: Annotated[
-        str,
-        option(
-            "API key, sent as bearer token.",
-            variables=("PIGOU_API_KEY", "OPENAI_API_KEY"),
-            show_default=False,
-        ),
-    ] = ""
     max_batched_tokens: Annotated[
         int, option("Tokens that the worker computes per step; 0 asks it (2048 if unknown).")
     ] = 0
@@ -51,9 +39,7 @@ class ProfileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = 240.0
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"URL is {self.url!r}; write for example http://127.0.0.1:8100")
+        EndpointConfig.__post_init__(self)
         for name, minimum in (
             ("max_batched_tokens", 0), ("max_seqs", 0), ("max_request_tokens", 0), ("repeats", 1),
             ("steps", 4), ("seed", 0)
@@ -67,8 +53,3 @@ class ProfileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             )
         check_bounds("budget", self.budget, ge=0, unit=" seconds")
         check_bounds("timeout", self.timeout, gt=0, unit=" seconds")
-
-    @property
-    def base(self) -> str:
-        """The address without `/v1`."""
-        return self.url.rstrip("/").removesuffix("/v1")
