@@ -67,7 +67,8 @@ def test_a_variable_that_cannot_be_honoured_is_refused(environ: dict[str, str], 
 
 def test_values_out_of_range_are_refused() -> None:
     for bad in ({"sample_ratio": 1.5}, {"slow": -1.0}, {"memory": -1},
-                {"otlp_traces_endpoint": "localhost:4317"}, {"otlp_traces_endpoint": "http://[::1"}):  # fmt: skip
+                {"otlp_traces_endpoint": "localhost:4317"},
+                {"otlp_traces_endpoint": "http://[::1"}):  # fmt: skip
         with pytest.raises(ConfigError, match=f"tracing.{next(iter(bad))} is"):
             TracingConfig(**bad)
     with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_ENDPOINT is"):
