@@ -6,6 +6,7 @@ import asyncio
 import gc
 import inspect
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,11 @@ import pytest
 import uvloop
 from hypothesis import settings
 from tests.lib.examples import ALL
+
+# Read by torch and NumPy once they are imported: threads that wait for each other by spinning
+# would fill two cores with nothing. Tests of several threads set their number themselves.
+for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
 
 # What compiles at its first call, or runs beside others, takes what it takes.
 # `make test` tries few examples, the same each time, so that a failure is the change's own;
