@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,7 @@ def read_end_tokens(folder: Path, rows: int) -> frozenset[int]:
         generation=read_object(folder / "generation_config.json"),
         config=read_object(folder / "config.json"),
         templates=read_templates(folder, settings).values(),
-        token_id=_Names(folder, settings),
+        token_id=_ids_by_text(folder, settings),
     )
     return within(ids, rows)
 
@@ -201,33 +202,24 @@ def within(ids: frozenset[int], rows: int) -> frozenset[int]:
     return ids.difference(outside)
 
 
-class _Names:
-    """Looks ids of special tokens up; reads the large tokenizer.json only where it must."""
+def _ids_by_text(folder: Path, settings: Mapping[str, Any]) -> Callable[[str], int | None]:
+    """Return a look-up of token ids; the large tokenizer.json is read only where it must be."""
+    added = settings.get("added_tokens_decoder")
+    ids = {
+        content_of(token): int(key)
+        for key, token in (added if isinstance(added, dict) else {}).items()
+        if str(key).isdecimal()
+    }
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        self._folder = folder
-        self._ids: dict[str, int] = {}
-        self._complete = False
-        added = settings.get("added_tokens_decoder")
-        for key, token in added.items() if isinstance(added, dict) else ():
-            if (text := content_of(token)) is not None and str(key).isdecimal():
-                self._ids[text] = int(key)
+    @cache
+    def others() -> dict[str, int]:
+        spec = read_object(folder / "tokenizer.json")
+        words = (spec.get("model") or {}).get("vocab") or {}
+        if isinstance(words, list):  # Unigram: pairs of text and score, by id
+            words = {pair[0]: index for index, pair in enumerate(words)}
+        return {token["content"]: token["id"] for token in spec.get("added_tokens") or ()} | words
 
-    def __call__(self, name: str) -> int | None:
-        if name not in self._ids and not self._complete:
-            self._complete = True
-            self._read()
-        return self._ids.get(name)
-
-    def _read(self) -> None:
-        spec = read_object(self._folder / "tokenizer.json")
-        words = (spec.get("model") or {}).get("vocab")
-        if isinstance(words, dict):
-            self._ids = {**words, **self._ids}
-        elif isinstance(words, list):  # Unigram: pairs of text and score, by id
-            self._ids = {pair[0]: index for index, pair in enumerate(words)} | self._ids
-        for token in spec.get("added_tokens") or ():
-            self._ids.setdefault(token["content"], token["id"])
+    return lambda text: ids[text] if text in ids else others().get(text)
 
 
 def content_of(token: Any) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -37,7 +37,7 @@ class Stops:
         seen = self._held + text
         if self._tokens > self._min_tokens and (match := self._find(seen, old)):
             return match
-        keep = self._begun(seen)
+        keep = begun(seen, self._stops, self._max_length)
         if self._include:
             # Shown at once; kept only to recognize a string that spans tokens.
             self._held = seen[len(seen) - keep :] if keep else ""
@@ -64,9 +64,11 @@ class Stops:
             return StopMatch(seen[old : at + length], stop)
         return StopMatch(seen[:at], stop)
 
-    def _begun(self, seen: str) -> int:
-        for length in range(min(len(seen), self._max_length - 1), 0, -1):
-            end = seen[len(seen) - length :]
-            if any(len(stop) > length and stop.startswith(end) for stop in self._stops):
-                return length
-        return 0
+
+def begun(text: str, marks: Collection[str], max_length: int) -> int:
+    """Return the length of the longest end of a text that begins a mark, and is not all of it."""
+    for length in range(min(len(text), max_length - 1), 0, -1):
+        end = text[len(text) - length :]
+        if any(len(mark) > length and mark.startswith(end) for mark in marks):
+            return length
+    return 0

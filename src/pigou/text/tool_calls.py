@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
+from pigou.text.stop_strings import begun
+
 #: Key of the arguments, after the name.
 _HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{\[])',
@@ -294,7 +296,7 @@ class MarkedParser(ToolParser):
             ((at, mark) for mark in marks if (at := self._rest.find(mark)) >= 0), default=(-1, "")
         )
         if not mark:
-            at = len(self._rest) - max(_begun(self._rest, mark) for mark in marks)
+            at = len(self._rest) - begun(self._rest, marks, max(map(len, marks)))
         shown, self._rest = self._rest[:at], self._rest[at + len(mark) :]
         return mark, self._say(shown)
 
@@ -475,10 +477,3 @@ def open_reasoning(prompt: str, final: str | None) -> str:
         return match[1] if match else ""
     opened = (mark for mark, end in REASONING.items() if final.rfind(mark) > final.rfind(end))
     return next(opened, "")
-
-
-def _begun(text: str, marker: str) -> int:
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
-    return 0

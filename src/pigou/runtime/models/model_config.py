@@ -100,7 +100,6 @@ def _parse(config: HfConfig) -> ModelConfig:
         mlp_bias=mlp_bias,
         qk_norm=bool(described.qk_norm),
         dtype=str(config.get("dtype", "torch_dtype") or "float32"),
-        eos=_tokens(config.get("eos_token_id")),
     )
 
 
@@ -116,12 +115,3 @@ def _context(config: HfConfig, family: Family) -> int:
     layers = config.size("num_hidden_layers")
     windows = {window_of(config, family, index, layers) for index in range(layers)}
     return min(scaled_context(config.values), *(window for window in windows if window), 2**63)
-
-
-def _tokens(value: Any) -> frozenset[int]:
-    if value is None:
-        return frozenset()
-    values = value if isinstance(value, list) else [value]
-    if not all(isinstance(token, int) for token in values):
-        raise ModelError(f"eos_token_id is {value!r}; it must be a token id or a list of them")
-    return frozenset(values)
