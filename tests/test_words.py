@@ -42,15 +42,18 @@ KEYS = frozenset(
 
 #: First words of a comment that leave out what it speaks of: `# of the last token`.
 _HEADLESS = re.compile(r"(?:^\s*|\S  )#:? (of|that|its|whose|which)\b", re.I)
+#: The same in place of the field's noun: `# what a running stream lost to it`.
+_INDIRECT = re.compile(
+    r"(?:#:|\S  #) (what|who|whom|(?:by|in|to|for|from|with) wh(?:ich|om))\b", re.I
+)
 
 
 def headless(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """Yield comments that begin with a relative clause or a genitive; later lines may."""
+    """Yield comments that begin with a genitive or a relative clause; later lines may."""
     before = ""
     for number, line in enumerate(lines, 1):
-        if (match := _HEADLESS.search(line)) and not (
-            line.lstrip().startswith("#") and before.startswith("#")
-        ):
+        match = _HEADLESS.search(line) or _INDIRECT.search(line)
+        if match is not None and not (line.lstrip().startswith("#") and before.startswith("#")):
             yield number, line[match.start() :].strip()
         before = line.lstrip()
 
@@ -143,6 +146,7 @@ def test_a_parameter_is_named_not_called_so_many() -> None:
     [
         (["last_ns: int = 0  # of the last token"], 1), (["#: Of a closed loop.", "USERS = 1"], 1),
         (["    # whose links are shared.", "    ends: str"], 1), (["key: str  # its hash"], 1),
+        (["counted: str  # what told the count"], 1), (["    # What follows is read twice."], 0),
         (["last_ns: int = 0  # time of the last token, ns"], 0), (["# offset of a row"], 0),
         (["    # blocks to copy, in order, with those", "    # that are deleted"], 0),
     ],

@@ -205,12 +205,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_seqs: int = 256  # most sequences that run at once
     max_batched_tokens: int = 2048  # most tokens computed in one step (the token budget)
     max_model_len: int = 2048  # most tokens, prompt and output, of one sequence
-    # who is admitted first, and who is preempted last. With `priority`, prompts of a lower number
-    # are also computed before those of a higher one are gone on with (`pigou.engine.scheduler`).
+    # order of admission, reversed for preemption. With `priority`, prompts of lower numbers are
+    # also computed before those of higher ones continue (`pigou.engine.scheduler`).
     order: QueueOrder = "fcfs"
-    # most prompt tokens in one step of requests whose priority is above 0, so that a step is soon
-    # over when somebody comes whom they yield to; 0 for no limit but the budget. Needs the order
-    # `priority`.
+    # most prompt tokens per step of requests whose priority is above 0, so that urgent requests
+    # wait for a short step only; 0 for no limit but the budget. Needs the order `priority`.
     max_background_tokens: int = 0
     prefix_caching: bool = True  # keep finished blocks for requests with the same prefix
     max_repeat: int = 1  # most steps that one plan may hold

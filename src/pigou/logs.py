@@ -28,7 +28,7 @@ AccessLogOption = Annotated[
 ]
 #: Level of records by their name in a line of JSON.
 _LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
-#: What the access log says of the request that the current task serves.
+#: Access log fields of the request that the current task serves.
 _fields: ContextVar[dict[str, Any] | None] = ContextVar("access", default=None)
 _access = logging.getLogger("pigou.access")
 #: Ids of the request that the current task serves; in every line of JSON about it.

@@ -78,7 +78,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Of workload and fleet."""
+        """Name of workload and fleet."""
         return f"{self.workload}, {self.fleet.name}"
 
     @property
@@ -107,7 +107,7 @@ class DrawnModel:
 
     @property
     def setup(self) -> Setup:
-        """Of its workers."""
+        """Hardware and limits of its workers."""
         return self.trial.fleet.setups[self.number]
 
     def fleet(self, counts: tuple[int, ...]) -> FleetConfig:

@@ -285,7 +285,7 @@ class ConfigVariance(Polled):
         self._windows.clear()
 
 
-#: What the paper advises for the first threshold: 3 to 5 times the P99 of a fleet at rest.
+#: First threshold that the paper advises: 3 to 5 times the P99 of a fleet at rest.
 ADVISED_FACTOR = 4.0
 #: Second threshold over the first, as for the paper's 70B model.
 ADVISED_RATIO = 20.0 / 3.0

@@ -106,7 +106,7 @@ class BanditConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     discount: float = 0.99  # weight of an epoch's rewards one epoch later
     # width of the confidence bound, in mean latencies; 2 B sqrt(xi) of the source.
     exploration: float = 0.1
-    # what is to be short: `latency` to the last token, or `ttft`.
+    # figure to minimise: `latency` to the last token, or `ttft`.
     reward: Literal["latency", "ttft"] = "latency"
 
     def __post_init__(self) -> None:

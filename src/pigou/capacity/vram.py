@@ -64,7 +64,7 @@ class VramMap(msgspec.Struct, frozen=True, kw_only=True):
 
     usable: int  # share of its memory that the engine takes
     weights: int
-    cache: int  # what is left for KV blocks, whole ones
+    cache: int  # remaining memory for whole KV blocks
     activations: int
     adapters: int  # LoRA weights
     runtime: int  # context, communication, graphs

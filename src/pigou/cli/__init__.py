@@ -124,7 +124,7 @@ def _application() -> typer.Typer:
         help="LLM serving on disaggregated fleets.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        rich_markup_mode=None,  # in which brackets are text, and long names are not cut
+        rich_markup_mode=None,  # brackets stay text, and long names are not cut
         context_settings={
             "help_option_names": ["-h", "--help"],
             "max_content_width": 120,

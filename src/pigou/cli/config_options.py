@@ -55,7 +55,7 @@ COMMON = {
 }
 _MARK = "__configured__"
 _TIERS = "give --tier, as host=8GiB, disk=100GiB@/DIR or bucket=1TiB@s3://BUCKET/PREFIX"
-#: What to give in place of options that are no more, by parameter.
+#: Replacements of removed options, by parameter.
 REPLACED = dict.fromkeys(
     ("host_cache", "disk_cache", "disk_path", "bucket_cache", "bucket_url"), _TIERS
 ) | {

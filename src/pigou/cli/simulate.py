@@ -177,7 +177,7 @@ def _run(simulation: Simulation) -> SimulationResult:
                 f"{client.open} in flight",
             )
 
-        gc.freeze()  # what was read stays; the collector need not look at it again
+        gc.freeze()  # the collector need not scan the workload again
         return simulation.run(watch)
 
 

@@ -22,8 +22,8 @@ Floats = NDArray[np.float64]
 OBJECTS = 64
 #: Most entries of a placement (workers x objects); large fleets have fewer objects.
 ENTRIES = 2048
-#: What a block in host memory, and in storage, costs over computing it: one less the weights that
-#: Dynamo 1.x gives such hits by default. Workers do not report their own costs.
+#: Cost of a block in host memory and in storage over computing it: one less Dynamo 1.x's default
+#: weights of such hits. Workers do not report their own costs.
 HOST, STORAGE = 0.25, 0.75
 #: A worker has learned no slope where its tokens take less than this part of a prompt's base.
 _FLAT = 0.05
@@ -50,8 +50,8 @@ class Placement:
     # the part of both that no placement changes: blocks that no worker had when they came first,
     # tokens outside of full blocks, and seconds apart from tokens.
     unavoidable: float
-    # what they took with the caches at their arrival. `cost` is of caches that have just served
-    # these prompts. Over `best` it may be below 1, as placements changed meanwhile.
+    # seconds with the caches at the prompts' arrival; `cost` is of caches that have just served
+    # them. Over `best` it may be below 1, as placements changed meanwhile.
     met: float
     prompts: int
     objects: int  # branches in the game

@@ -45,7 +45,7 @@ from pigou.windows.planner_window import PlannerWindow
 #: Version of the lines that are written. It rises when a line changes its meaning.
 VERSION = 2
 
-#: What a journal holds of each call; of KV events, only those without tokens.
+#: Records of a journal, one per call; KV events come without tokens.
 Recorded: TypeAlias = KeyedObservation | Submit | Tokens | Tick | PlannerStarted | PlannerWindow
 
 _T = TypeVar("_T")
@@ -272,7 +272,7 @@ class JournalRecorder:
         return decisions
 
 
-#: What a driver calls.
+#: Control plane as a driver calls it.
 PlaneCalls: TypeAlias = ControlPlane | JournalRecorder
 
 

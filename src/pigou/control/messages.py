@@ -215,9 +215,9 @@ class Assessed(Message, frozen=True):
     poa: PoAEstimate | None = msgspec.field(name="assessment")
 
 
-#: What comes again and again, from workers and other gateways.
+#: Periodic reports of workers and other gateways.
 Report: TypeAlias = LoadReport | PeerReport | PeerGone
-#: What a journal can hold: KV events without tokens.
+#: Observations of a journal: KV events come without tokens.
 KeyedObservation: TypeAlias = (
     WorkerUp | WorkerDraining | WorkerDown | PrefillDone | PrefillClaimed | ReadFailed | FirstToken
     | Ended | GroupEnded | CacheKeyed | CacheLost | LoadReport | PeerReport | PeerGone | Assessed
@@ -242,5 +242,5 @@ class Tick(Message, frozen=True):
     """A call of `ControlPlane.tick`."""
 
 
-#: What `tick` may ask for. Parameters, role changes and scaling join the queue's decisions here.
+#: Decisions of `tick`. Parameters, role changes and scaling join the queue's decisions here.
 Action: TypeAlias = Route | Shed | Recall | Assess

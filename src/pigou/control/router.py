@@ -61,8 +61,7 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
     # (`pigou.control.routing.toll.policy`).
     prices: CostTable
     choice: Choice
-    # what each worker would have read from another's cache; None where none.
-    reads: RemoteFetches | None = None
+    reads: RemoteFetches | None = None  # remote KV fetches by worker; None if none
     tenant: str = ""  # empty without keys
 
     @property

@@ -293,7 +293,7 @@ class FleetState:
         self.oldest_arrival = NEVER  # lower bound on arrivals of requests without a token
         self.slots: StreamSlots = StreamSlots()
         self.backlog = PrefillBacklog()
-        #: what other gateways have on the workers; the columns have it too
+        #: load of other gateways on the workers; also in the columns
         self.peers = PeerLedger()
         self.columns = Columns(
             **{field.name: np.zeros(0, dtype=_KINDS[str(field.type)]) for field in fields(Columns)}

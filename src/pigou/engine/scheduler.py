@@ -245,7 +245,7 @@ class Scheduler:
             self._admit_waiting(builder)
         if state.scores is not None:
             recompute_by_price(state, builder)
-        if state.ranked and builder.steady:  # who was let in now may have others yield next
+        if state.ranked and builder.steady:  # admitted requests may preempt others next
             builder.steady = self._prefill_priority() is None
         changes = builder.preempted or not builder.steady or horizon <= now
         return self._finish(builder, horizon, 1 if changes else state.config.max_repeat)

@@ -63,7 +63,7 @@ class EvictionScores:
         #: by row, blocks offered to the tiers so far
         self.offered_blocks: Ints = np.zeros(max_seqs, dtype=np.int32)
         self.wanted = 0  # blocks that the plan under way lacked before rows gave some up
-        #: What `evictable_blocks` writes, (max_seqs,) each.
+        #: Outputs of `evictable_blocks`, (max_seqs,) each.
         self.firsts: Ints = np.zeros(max_seqs, dtype=np.int32)
         self.evictable: Ints = np.zeros(max_seqs, dtype=np.int32)
 

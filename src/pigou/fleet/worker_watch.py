@@ -28,7 +28,7 @@ _log = logging.getLogger("pigou.fleet")
 _LATE = 1.5
 #: Seconds between two looks at a server's list of models, at least.
 _MODELS_EVERY_S = 2.0
-#: What a worker of Pigou says of itself while it drains: its streams are left to end.
+#: State that a draining Pigou worker reports; its streams may finish.
 _CLOSING = "closing"
 
 

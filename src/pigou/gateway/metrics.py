@@ -52,7 +52,7 @@ Rows: TypeAlias = Iterable[tuple[str, str, dict[str, float]]]
 STALL_RATIO, MIN_STALL_S = 10.0, 0.05
 #: Gaps before the median is trusted, and by how much each moves it.
 _WARM_UP, _STEP = 64, 1.02
-#: Who made a stream pause: the client, which read nothing, or the engine, which produced nothing.
+#: Cause of a stream's pause: the client read nothing, or the engine produced nothing.
 StallCause: TypeAlias = Literal["client", "engine"]
 #: Prompts whose end is remembered.
 _MAX_SESSIONS = 65_536

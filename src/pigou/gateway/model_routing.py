@@ -19,7 +19,7 @@ from pigou.wire.errors import DECODING_ERRORS, APIError, bad_request
 from pigou.wire.openai_replies import model_card
 from pigou.wire.openai_requests import without_bom
 
-#: What `/workers` shows of each of several models, and what it adds up.
+#: Fields that `/workers` shows by model, and fields that it adds up.
 _OF_MODEL = ("game", "tokenized", "queued", "held_sequences", "shed", "slo")
 _SUMS = ("queued", "held_sequences", "shed")
 #: Names of models that an error lists at most.

@@ -64,7 +64,7 @@ class BodyFields(msgspec.Struct):
     request_id: str | None = None
     priority: int | None = None
     deadline_ms: int | None = None
-    # What the prompt's tokens are made of.
+    # sources of the prompt's tokens.
     prompt: Any = None
     messages: msgspec.Raw = ABSENT
     prompt_token_ids: list[int] | None = None

@@ -293,7 +293,7 @@ class Tiers:
     def recover(self, tier: int, blocks: Iterable[Block], now: int) -> int:
         """Register blocks found in a tier's store at startup; return how many are held."""
         holder = self.tiers[tier]
-        # What goes for one of these is deleted, so that it is none of them itself.
+        # Blocks evicted for one of these are deleted, so they must not be among them.
         new = {block.key: block for block in blocks if block.key not in holder}
         for block in sorted(new.values(), key=lambda block: block.depth):
             if not self._admit(tier, [block], now):

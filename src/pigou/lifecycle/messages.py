@@ -209,7 +209,7 @@ class EndRequest(msgspec.Struct, frozen=True):
         return FinishReason.ABORT if left else FinishReason.ERROR
 
 
-#: What the driver begins, unless the lifecycle has moved to another leg: a reported fact may bring
-#: decisions about the same request.
+#: Step that the driver begins, unless the lifecycle has moved to another leg: a reported fact may
+#: bring decisions about the same request.
 Step: TypeAlias = SubmitRequest | FetchKV | StartPrefill | StartDecode | CompleteStream
 LifecycleEffect: TypeAlias = Fact | Step | StopLeg | ReportDeaths | EndRequest

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 Values = Sequence[float | None]
-#: What an axis counts: "seconds" and "share" have ticks of their own.
+#: Unit of an axis: "seconds" and "share" have ticks of their own.
 Unit = Literal["", "seconds", "share"]
 Stroke = Literal["solid", "dash", "dot"]
 Theme = Literal["light", "dark"]
@@ -102,7 +102,7 @@ class Heat:
     x: Axis
     xs: Values  # values of the columns
     rows: tuple[str, ...]  # names, from top to bottom
-    z: tuple[Values, ...]  # what is shown by colour, (rows, columns)
+    z: tuple[Values, ...]  # values shown by colour, (rows, columns)
     unit: Axis = field(default=Axis(""))
 
     @property

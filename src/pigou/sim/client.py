@@ -29,7 +29,9 @@ class ClientConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """How a client sends."""
 
     pool: int = 0  # connections, and so requests at once; 0 for no limit
-    take: Literal["fifo", "random", "lifo"] = "fifo"  # who takes a freed connection
+    take: Literal["fifo", "random", "lifo"] = (
+        "fifo"  # waiting request that takes a freed connection
+    )
     barging: float = 0.0  # probability that its last user takes it again first
     timeout: float = 0.0  # timeout of an attempt in seconds; 0 for none
     retries: int = 0  # further attempts after one that failed

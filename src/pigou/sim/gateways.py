@@ -230,7 +230,7 @@ class SimulatedGateways:
             self._take(partial(self.planes[gateway].observe, end, now), now)
 
 
-#: What the dispatcher drives.
+#: Control planes that the dispatcher drives.
 AnyPlane: TypeAlias = ControlPlane | SimulatedGateways
 
 

@@ -50,7 +50,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     blocks: int = 0  # KV blocks of the worker; 0 if unknown
     block_size: int = 0  # tokens per block; 0 if unknown
     format: int = FORMAT
-    about: dict[str, Any] = {}  # what was measured, and the fit's quality; not read
+    about: dict[str, Any] = {}  # measured worker, and quality of the fit; not read
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:

@@ -32,7 +32,7 @@ MARKUP: Mapping[str, tuple[str, ...]] = {
     "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
 }
 _MISTRAL_HEAD = re.compile(r"([\w.-]+?)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
-#: What may become such a head; more characters are content.
+#: Possible beginning of such a head; more characters are content.
 _MISTRAL_BEGUN = re.compile(r"[\w.-]{1,128}\s*(?:\[[A-Z_]*\]?\s*[\w-]{0,64}\s*){0,2}")
 _FENCES = ("```json", "```tool_call", "```")
 #: An open code fence at the end of a text, or what may become one.
@@ -189,7 +189,7 @@ def _loaded(text: str) -> object:
     return value
 
 
-#: What a parser does with the text at hand; it returns what that means.
+#: State of a parser: takes the text at hand, and returns its events.
 State: TypeAlias = Callable[[], list[Event]]
 
 

@@ -96,7 +96,7 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`(?: - at `
 _MISSING = re.compile(r"Object missing required field `(?P<field>.*?)`(?: - at `(?P<path>.*)`)?$")
 _WRONG = re.compile(r"(?P<what>.*?) - at `(?P<path>.*)`$")
 _PATH_STEP = re.compile(r"[.\[]")
-#: What decoding of JSON raises.
+#: Errors raised by decoding JSON.
 DECODING_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _T = TypeVar("_T")
 _STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")

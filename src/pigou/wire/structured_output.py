@@ -307,7 +307,7 @@ def _text(value: Any) -> str:
 class ToolUse:
     """How a request uses tools."""
 
-    mode: Literal["auto", "required", "named"]  # what the model may or must do
+    mode: Literal["auto", "required", "named"]  # optional, any function, or one function
     functions: tuple[str, ...]
     named: str = ""  # required function in mode "named"
     grammar: Grammar | None = None

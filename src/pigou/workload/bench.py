@@ -277,7 +277,7 @@ async def _load(config: BenchConfig, ready: _Prepared, drive: LoadGenerator) -> 
         return True
     endless = _jobs(config, ready, _PROMPTS)
     if config.arrivals is None:
-        # What can be made before is made before, so that the client is not busy with it.
+        # Requests are made up front, so that the client is not busy with it.
         made = endless if config.count is None else iter(list(islice(endless, config.count)))
         await drive.closed(made, config.slots, config.duration)
         return True

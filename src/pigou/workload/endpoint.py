@@ -89,7 +89,7 @@ def open_session(api_key: str = "") -> aiohttp.ClientSession:
 class EndpointClient:
     """Sends completions to one endpoint."""
 
-    session: aiohttp.ClientSession  # what `open_session` gave
+    session: aiohttp.ClientSession  # from `open_session`
     base: str  # URL of the endpoint without `/v1`
     model: str  # model name in requests
     flavour: ApiFlavour  # fields the endpoint accepts

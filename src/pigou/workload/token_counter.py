@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from pigou.wire.sse import DONE_PAYLOAD
 
-#: What told how many tokens a chunk held: a running usage, a usage of each chunk's own, token ids,
-#: or nothing (one each).
+#: Source of a chunk's number of tokens: a running usage, a usage of its own, token ids, or none
+#: (one token each).
 Counted = Literal["usage", "usage_per_chunk", "token_ids", "chunks"]
 #: Ends of a stream that are no result (vLLM ends an aborted request so, with status 200).
 _ABORTED = frozenset({"abort", "error"})
@@ -31,7 +31,7 @@ class Stream:
     prompt_tokens: int | None  # as the endpoint counted them; None when it did not say
     cached_tokens: int | None  # cached prompt tokens; None when it did not say
     chunks: int
-    counted: Counted  # what told how many tokens a chunk held
+    counted: Counted  # source of the number of tokens in a chunk
     # between a token and the one before it, nanoseconds, shape (tokens - 1,), and their sum is last
     # - first. Tokens that arrive in one chunk have no gap between them. Under "chunks" there is one
     # gap a chunk after the first, whatever the chunks held.

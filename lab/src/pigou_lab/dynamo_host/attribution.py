@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pigou_lab.dynamo_host.event_plane import Envelope, Life, SequenceEvent, sequence_events
 
-#: What Dynamo's frontend puts before its id of a request to make the id of a reply.
+#: Prefix that Dynamo's frontend adds to a request id to make a reply id.
 _PREFIXES = ("chatcmpl-", "cmpl-")
 
 

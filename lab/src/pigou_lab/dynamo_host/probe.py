@@ -47,7 +47,7 @@ class Finding:
 
     verdict: Honoured
     override: dict[str, float] = field(default_factory=dict)
-    # what it was compared with: another override, or none.
+    # baseline of the comparison: another override, or none.
     reference: dict[str, float] = field(default_factory=dict)
     control: dict[int, int] = field(default_factory=dict)  # calls with the reference, by worker
     treated: dict[int, int] = field(default_factory=dict)  # calls with the override, by worker

@@ -45,7 +45,6 @@ PROMPT, ANSWER, BLOCKS = 2560, 512, 2000
 #: Prompts of the paper in one of ours; service times, and factor of ITL, that are allowed.
 LONGER, TTFT_PROMPTS, ITL_FACTOR = 20, 6.0, 1.5
 START_UP_S, PATIENCE_S = 100.0, 60.0
-#: What its requests are like.
 MIX = RequestMix(float(PROMPT), float(ANSWER))
 #: Seconds between two computations of the Price of Anarchy.
 _ASSESS_S = 30.0

@@ -26,7 +26,7 @@ from pigou_lab.experiments.results import Row
 
 #: From fleet, reading, seeds and levels to rows.
 Run: TypeAlias = Callable[[PaperFleet, Reading, Sequence[int], Sequence[int]], Iterator[Row]]
-#: What rows add up to.
+#: Summary of rows.
 Summary: TypeAlias = Callable[[Sequence[Row], PaperFleet, Reading], Mapping[str, Any]]
 
 

@@ -17,7 +17,7 @@ from pigou.control.planner.predictors.predictor import (
 )
 
 _LIBRARIES = ("pmdarima", "statsmodels")
-#: What the libraries raise where numbers do not suit them.
+#: Errors that the libraries raise for unsuitable numbers.
 _FAILURES = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
 

@@ -38,7 +38,7 @@ class LlmDParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     # be measured anew for anything else.
     peak_prefill_throughput: float = 15928.0
     exploration_probability: float = 0.0  # chance that a request is not held to the sticky workers
-    # what a whole request is scored by: `prefill` tokens, or `decode` requests.
+    # load that a whole request is scored by: `prefill` tokens, or `decode` requests.
     bound: Literal["prefill", "decode"] = "prefill"
 
     def __post_init__(self) -> None:

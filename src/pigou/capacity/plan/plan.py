@@ -379,7 +379,7 @@ class StressResult:
     name: str
     rate_rps: float  # requests a second
     attained: float  # share of the offered requests inside the objective
-    reason: str  # what exceeds the objective at its percentile; empty where nothing does
+    reason: str  # latency that exceeds the objective at its percentile; empty if none does
 
     @property
     def healthy(self) -> bool:

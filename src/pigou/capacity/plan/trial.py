@@ -66,7 +66,7 @@ def warm_up() -> None:
         seed=0,
     )
     run_trial(trial, Slo(ttft_s=1.0, itl_s=1.0))
-    gc.freeze()  # what stays is not looked at after each trial
+    gc.freeze()  # the collector need not scan the imports after each trial
 
 
 def run_trials(

@@ -34,7 +34,7 @@ STREAMS, CONTEXT, ITL, STEPS, PROMPTS, PROMPT_TOKENS, WORKER = range(7)
 DECODE_ITL, TRUST, COMMON_ITL = range(3)
 #: At least this share of a step is for the streams.
 _MIN_DECODE_SHARE = 0.1
-#: What a sample tells at least, against one without prompts.
+#: Minimum weight of a sample, relative to one without prompts.
 _MIN_TRUST = 1e-6
 #: Least seconds between tokens by a law.
 _MIN_ITL_S = 1e-9

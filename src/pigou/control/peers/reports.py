@@ -56,7 +56,7 @@ class PeerReports:
         for service in message.tenants:
             before = tenants.get(service.tenant)
             tenants[service.tenant] = service
-            if before is None:  # what was served before is not charged now
+            if before is None:  # earlier service is not charged now
                 before = TenantService(service.tenant, service.prompt_tokens, service.output_tokens)
             self._change(before, service, now)
         if len(tenants) > MAX_TENANTS:

@@ -139,9 +139,9 @@ class PeerFeed:
     newest: int = 0  # highest message number
     newest_at: int = 0  # time of that message
     lag_ns: int = 0  # one-way delay: half of the round trip
-    # what it has on each worker, with the number of the message that said so.
+    # bookings by worker, with the number of their message.
     workers: dict[str, tuple[int, WorkerBookings]] = field(default_factory=dict)
-    # what it did for each tenant, likewise.
+    # service by tenant, with the number of its message.
     tenants: dict[str, tuple[int, TenantService]] = field(default_factory=dict)
     asked_at: int = 0  # time of the last resend request; 0 without a gap
 
@@ -221,7 +221,7 @@ class PeerReceiver:
     def _news(self, state: PeerState, feed: PeerFeed, is_new: bool) -> PeerReport | None:
         seq = state.seq
         workers, tenants = list(state.workers), list(state.tenants)
-        if state.snapshot:  # who is left out has nothing
+        if state.snapshot:  # workers and tenants left out have nothing
             present = {bookings.worker for bookings in workers}
             workers += [WorkerBookings(name) for name in feed.workers if name not in present]
             served = {service.tenant for service in tenants}

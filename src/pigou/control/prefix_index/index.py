@@ -271,7 +271,7 @@ class PrefixIndex:
             self._make_room(cache.holdings.count_absent(hashes))
         media = TIER_BITS.get(medium, STORAGE_BIT)
         self.blocks += cache.store(self._table, self._ghosts, hashes, keys, parent, media)
-        if self.blocks > self._max_total:  # what made room may have been among what was stored
+        if self.blocks > self._max_total:  # blocks removed for room may be stored again
             self._make_room(0)
 
     def _remove(self, cache: WorkerCache, hashes: Words, medium: str | None) -> None:

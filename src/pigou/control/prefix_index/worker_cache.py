@@ -73,7 +73,7 @@ RECOMPUTED, STORED = range(2)
 #: Blocks of a cacheful, at least.
 _MIN_BLOCKS = 1024
 _WORKERS = 8
-#: What `store` returns where an array might be too small: nothing was done.
+#: Returned by `store` if an array might be too small; nothing was done.
 NO_ROOM = -(2**62)
 
 

@@ -11,7 +11,7 @@ from pigou.config import ConfigError, check_bounds, check_fields, wrong
 
 #: Order of claims: by price, or first in, first out.
 ClaimOrder = Literal["price", "fifo"]
-#: What says that a prompt is computed where it is decoded: the routing policy's price, or Dynamo's.
+#: Rule for prefill at the decode worker: the routing policy's price, or Dynamo's thresholds.
 LocalPrefill = Literal["price", "thresholds"]
 #: How prompts get to prefill workers.
 PUSH, PULL = "push", "pull"
@@ -38,9 +38,9 @@ class PullQueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     lease_s: float = 30.0
     max_deliveries: int = 3  # beyond these a prompt is a dead letter
     duplicate_window_s: float = 120.0  # deduplication window
-    # what keeps a prompt at its decode worker: the price of the routing policy's local candidate
-    # beside the queue's wait, or the thresholds of Dynamo's first disaggregated router
-    # (ai-dynamo/dynamo PRs 183 and 303), which follow.
+    # rule for local prefill: the price of the routing policy's local candidate beside the queue's
+    # wait, or the thresholds of Dynamo's first disaggregated router (ai-dynamo/dynamo PRs 183 and
+    # 303), which follow.
     local: LocalPrefill = "price"
     max_prefill_queue_size: int = 2  # queue length from which prompts stay local
     # tokens of a prompt, those left out that its decode worker has cached, up to which it stays.

@@ -295,7 +295,7 @@ class PrefillPublisher:
                 if (worker := self._workers().get(alive.worker)) is not None:
                     self.core.extend(worker.id, time.monotonic_ns(), alive.request)
         except (msgspec.MsgspecError, OSError):
-            return  # who is not of the fleet gets no answer
+            return  # strangers to the fleet get no answer
 
     def _claimed(self, question: ClaimQuestion) -> ClaimAnswer:
         now_ns, request = time.monotonic_ns(), question.request

@@ -122,7 +122,7 @@ class Registry:
         records = await self._store.records()
         reasons: set[str] = set()
         entries = [self._read(key, records[key], reasons) for key in sorted(records)]
-        self._logged &= reasons  # what went away, and comes again, is told again
+        self._logged &= reasons  # a reason that comes back is logged again
         known = tuple(entry for entry in entries if entry is not None)
         return RegistrySnapshot(known, len(entries) - len(known))
 

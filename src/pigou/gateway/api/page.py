@@ -23,7 +23,7 @@ class Access(IntEnum):
 
     PROBE = 0  # everybody, also over a connection above the cap
     OPEN = 1  # everybody
-    KEY = 2  # who has a key, where there are keys
+    KEY = 2  # any key, if the gateway has keys
     ADMIN = 3  # an administrator's key
 
 

@@ -26,7 +26,7 @@ _TENANT = re.compile(r"[A-Za-z0-9_-]{1,32}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 #: Files in which each key says what its requests may do; others have a line for each key.
 _STRUCTURED = (".yaml", ".yml", ".json")
-#: What ends the line of an administrator's key.
+#: End of the line of an administrator's key.
 _ADMIN = ":admin"
 
 
@@ -157,7 +157,7 @@ class Key:
     limits: KeyLimits = NO_LIMITS
 
 
-#: What everybody has where there are no keys.
+#: Key of every request if the gateway has no keys.
 NO_KEY = Key("", b"", admin=True)
 _current: ContextVar[Key] = ContextVar("key", default=NO_KEY)
 

@@ -24,7 +24,7 @@ MAX_VALUE_CHARS = 256
 MAX_SET_ITEMS = 64
 #: Seconds that a tenure lasts at most: ten years.
 MAX_TTL_S = 10 * 365 * 86_400
-#: What HTTP allows around a value.
+#: White space that HTTP allows around a value.
 _SPACE = " \t"
 _SECONDS = re.compile(r"[0-9]{1,10}", re.ASCII)
 #: Ends a name that stands for all names that begin so; alone, for any.

@@ -142,7 +142,7 @@ class RequestDriver(ABC):
         self._interrupted = self.life.take(decision, time.monotonic_ns())
         if not self._interrupted:
             return False
-        self.relay.muted = True  # what still arrives belongs to the leg that is stopped
+        self.relay.muted = True  # later chunks belong to the stopped leg
         task.cancel()
         return True
 
@@ -158,7 +158,7 @@ class RequestDriver(ABC):
                 ):
                     step = effect
                 case StopLeg():
-                    pass  # who broke the step off has let go of its worker
+                    pass  # the interruption has released the worker
                 case ReportDeaths():
                     self._report(effect)
                 case EndRequest():

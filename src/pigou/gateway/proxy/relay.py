@@ -52,7 +52,7 @@ class Relay(StreamCount):
         super().__init__()
         self.run = run
         self.state = StreamState()  # tokens, text shown, end
-        self.muted = False  # what comes is dropped, until the next attempt
+        self.muted = False  # True drops chunks until the next attempt
         self.failed: WorkerFailed | Rejected | None = None  # why the attempt cannot go on
         self._reader = Reader()
         self._idle_events = 0

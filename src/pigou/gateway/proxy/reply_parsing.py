@@ -9,7 +9,7 @@ import msgspec
 from pigou.lifecycle.migration import ReplyHead
 from pigou.wire.json_limits import measure
 
-#: What opens a choice's token ids, as compact encoders write it.
+#: Openings of token ids, as compact encoders write them.
 TOKEN_IDS = b'"token_ids":['
 PROMPT_TOKEN_IDS = b'"prompt_token_ids":['
 _EXTENSION = b',"nvext":{"completion_token_ids":['

@@ -18,7 +18,7 @@ from pigou.wire.errors import APIError, absent_route
 
 #: Routes outside `/v1` that are passed on, too.
 ROOT_PATHS = ("/rerank", "/v2/rerank", "/score", "/pooling", "/classify")
-#: What the gateway answers itself below `/v1`, with the methods that it takes.
+#: Routes below `/v1` that the gateway answers itself, with their methods.
 _OWN = {COMPLETIONS: "POST", CHAT: "POST", "/v1/models": "GET"}
 #: Never passed on: they change a server, or belong to the fleet alone.
 _CLOSED = ("kv", "load_lora_adapter", "unload_lora_adapter")

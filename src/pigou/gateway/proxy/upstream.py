@@ -44,7 +44,7 @@ MAX_TICKET_BYTES = 2**20
 MAX_ERROR_BYTES = 2**20
 _HEADERS = {"content-type": "application/json"}
 OFFER = "/v1/kv/offer"
-#: What says, beside its tokens, which blocks a prompt has.
+#: Fields that identify a prompt's blocks, besides its tokens.
 _PROMPT_FIELDS = ("model", "cache_salt", "resume_tokens")
 
 

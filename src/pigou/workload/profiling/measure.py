@@ -444,7 +444,7 @@ class _MeasuredChunk:
     tokens: int
     kv: int
     first_s: list[float] = field(default_factory=list)  # sending to first token, alone
-    added_s: list[float] = field(default_factory=list)  # what a running stream lost to it
+    added_s: list[float] = field(default_factory=list)  # delay of a running stream
 
     def prompts(self, seconds: list[float]) -> Prompts:
         """Return the chunk with the median of measurements."""

@@ -28,9 +28,9 @@ class Prospect(NamedTuple):
     transfer_s: Numbers  # to bring KV to the worker that computes, and on to the one that decodes
     decode_s: Numbers  # to decode all output tokens, beside prompts that wait on the decode worker
     streams: Numbers  # streams on the decode worker now (n)
-    growth_s: Numbers  # by which this stream makes each of them longer: N (f(n+1) - f(n))
-    stall_s: Numbers  # by which its prompt makes each of them longer (z); 0 where prefill is remote
-    delay_s: Numbers  # by which it delays each prompt behind it
+    growth_s: Numbers  # added to each of these streams by this one: N (f(n+1) - f(n))
+    stall_s: Numbers  # added to each of them by its prompt (z); 0 where prefill is remote
+    delay_s: Numbers  # added to each prompt behind it
     arrivals: Numbers  # prompts a second that come to the computing worker (l)
     # loss of the next of these prompts if it goes elsewhere (e); infinity if it cannot.
     elsewhere_s: Numbers
