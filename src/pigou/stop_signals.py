@@ -1,4 +1,4 @@
-"""Ends a process that is told to end: politely, within a limit, whatever its threads do.
+"""Ends a process on SIGTERM or SIGINT: politely, within a limit, whatever its threads do.
 
 The first signal asks, the second one ends the process at once. Signals are read by a thread of
 their own, so that they count also while the event loop is stuck.
@@ -68,7 +68,7 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
-        self._writer.close()  # a limit that runs goes on: the process has yet to end
+        self._writer.close()  # a running limit stays: the process has yet to end
 
     def take(self) -> None:
         """Take the signals, also from a library that took them meanwhile."""

@@ -159,7 +159,7 @@ def shown_in_help(context: typer.Context, option: str) -> bool:
 
 
 def _warn_of_unknown(name: str, prefix: str, known: set[str]) -> None:
-    """Tell of variables that look like options of a command, and are none."""
+    """Warn of environment variables that look like options of a command but are not."""
     for variable in sorted(os.environ):
         if variable.startswith(prefix) and variable not in known:
             near = difflib.get_close_matches(variable, known, 1)
@@ -494,7 +494,7 @@ class GroupedCommand(TyperCommand):
     """A command whose help shows its options in groups, in plain text of the terminal's width."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse, and say what to give in place of options that are no more."""
+        """Parse, and name the replacement of removed options."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:

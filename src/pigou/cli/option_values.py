@@ -46,7 +46,7 @@ def nanoseconds(option: str, seconds: float) -> int:
 
 
 def number_or_text(text: str) -> float | str:
-    """Return the number that a text is; the text itself where it is none."""
+    """Return a text as a number, or the text itself if it is no number."""
     try:
         return float(text)
     except ValueError:
@@ -103,7 +103,7 @@ def _read(text: str) -> object:
 
 
 def check_json(file: str) -> None:
-    """Refuse a `--json` that cannot be written, before anything runs; "" is none."""
+    """Refuse a `--json` that cannot be written, before anything runs; "" writes none."""
     path = Path(file)
     if file and not path.absolute().parent.is_dir():
         raise ConfigError(f"--json is {file!r}, and its folder does not exist; make it first")

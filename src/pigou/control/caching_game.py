@@ -17,8 +17,8 @@ from pigou.request import BlockKeys
 
 Floats = NDArray[np.float64]
 
-#: Objects of a game: the branches whose later accesses would take longest to compute again. The
-#: others are no part of it, and take no room.
+#: Objects of a game: the branches whose later accesses would take longest to recompute. Other
+#: branches are ignored, and take no room.
 OBJECTS = 64
 #: Most entries of a placement (workers x objects); large fleets have fewer objects.
 ENTRIES = 2048

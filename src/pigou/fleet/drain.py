@@ -1,4 +1,4 @@
-"""A drain: a worker gets nothing new, and ends what it has, or lets it go on elsewhere."""
+"""Drain of a worker: nothing new is routed to it; its streams finish or migrate."""
 
 from __future__ import annotations
 

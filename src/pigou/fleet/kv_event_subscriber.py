@@ -31,7 +31,7 @@ _HIGH_WATER = 16
 _REPLAY_S = 5.0
 #: CPU seconds of a slice that are long, and how often as long others run after it.
 _LONG_S, _REST = 0.0005, 3
-#: Seconds of rest after a first batch that is none, doubled by each further one, up to the latter.
+#: Pause in seconds after an invalid batch, doubled by each further one, and its maximum.
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.01, 0.2
 #: Bytes of one message, beyond which ZMQ ends the connection; batches and bytes of one replay.
 _MAX_MESSAGE_BYTES, _MAX_REPLAY_BATCHES = 2**24, 100_000

@@ -201,7 +201,7 @@ class OperatorChanges:
         return member.row()
 
     def remove(self, id: str) -> WorkerRow:
-        """Let a worker go at once; its streams go on elsewhere. Raises as `drain`."""
+        """Remove a worker at once; its streams migrate. Raises as `drain`."""
         member = self._member(id)
         _check(removal_refusal(self._fleet, id))
         _log.info("an operator removes %s", id)

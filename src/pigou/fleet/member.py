@@ -147,14 +147,14 @@ class Member:
         self.suspect(self.suspected)
 
     def suspect(self, why: str) -> None:
-        """Send it nothing new, for a reason; its streams go on."""
+        """Route nothing new to it, for a reason; its streams continue."""
         self.suspected = why
         if why and self.id in self.plane_driver.upstreams and self._row.state == "up":
             self.say("draining", f"suspect: {why}")
             self.plane_driver.observe(WorkerDraining(self.id))
 
     def trust(self) -> None:
-        """Send a suspect requests again, unless it drains for another reason."""
+        """Route requests to a suspect again, unless it drains for another reason."""
         suspected, self.suspected = self.suspected, ""
         drains = self.leaving or self.next_role is not None
         if suspected and not drains and self.id in self.plane_driver.upstreams:

@@ -135,7 +135,7 @@ class PlannerWindows:
         prefill_s = _rise(report, last, "prefill_s")
         since_ns = self._builder.last_ns if before is None else before.prefill_ns
         if prefill_s and upstream.engine.stock:
-            # It adds up the prompts that it computes side by side. Those of Pigou are told by
+            # It adds up the prompts that it computes side by side. Pigou's are reported by
             # step, and a step can be longer than a window.
             prefill_s = min(prefill_s, max(now - since_ns, 1) / SECOND)
         rose_ns = since_ns if prefill_s == 0 else now

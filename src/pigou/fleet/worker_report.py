@@ -1,4 +1,4 @@
-"""What a worker's metrics page says of it: load, progress and speed."""
+"""Load, progress and speed of a worker, read from its metrics page."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ LINE = 0
 #: Columns of a design: the load, 1 and the pole's; their parameters are a, b and d.
 LOAD, ONE, POLE = range(3)
 #: Sums of an online fit: weighted square of seconds; running median of absolute relative residuals;
-#: weights; observations; whether there is a law that residuals are taken from, and its a, b, d,
-#: n_sat, beta; weighted product of what was held with seconds, weighted square of it, and the
-#: seconds of each that is held.
+#: weights; observations; whether residuals are taken from a law, and its a, b, d, n_sat, beta;
+#: weighted product of held tokens and seconds, weighted square of held tokens, and the seconds of
+#: each held token.
 ENERGY, SPREAD, WEIGHT, SEEN, FOLLOWS, A, B, D, N_SAT, BETA, PRODUCT, SQUARE, HELD_S = range(13)
 SUMS = 13
 #: Rows of scratch that `minimise_all` uses; an online fit has each pole's parameters after them.
@@ -245,8 +245,8 @@ def _best(gram: Floats, moment: Floats, energy: float, count: int, scratch: Floa
 def pick(prior: float, fit: FitArrays) -> int:
     """Return the best pole of an online fit, 0 for the straight line; parameters are in `fit`.
 
-    `prior` is the tokens that double the seconds at one deviation, times the relative noise. What
-    is held is partialled out (Frisch and Waugh 1933; Lovell 1963).
+    `prior` is the tokens that double the seconds at one deviation, times the relative noise. Held
+    tokens are partialled out (Frisch and Waugh 1933; Lovell 1963).
     """
     gram, moment, cross, sums, scratch = fit
     poles, count = gram.shape[0], max(2, int(sums[WEIGHT]))

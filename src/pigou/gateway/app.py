@@ -29,7 +29,7 @@ LOOK_S, _LONG_S, _WARN_EVERY_S = 0.1, 1.0, 60.0
 COLLECT_EVERY_S, _COLLECT_RATIO = 30.0, 100.0
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _BACKLOG = 4096
-#: Seconds in which those that are cut off must take what they are told.
+#: Seconds in which cut-off clients must read their error.
 _TELL_S = 0.5
 
 

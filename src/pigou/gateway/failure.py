@@ -28,10 +28,10 @@ class WorkerFailed(Exception):
         super().__init__(message)
         # one word for the metrics: connect, broke, down, drained, garbage, refused, error, abort
         self.reason = reason
-        self.workers = workers  # ids of those that are not to be asked again first
+        self.workers = workers  # ids of workers that a retry avoids at first
         self.status = status  # HTTP status that the worker answered with, 0 when it did not answer
         self.body = body
-        self.fate = fate  # returns how the worker ended, if it did; None where that cannot be asked
+        self.fate = fate  # returns how the worker ended, if it did; None if unknown
 
     @property
     def may_be_death(self) -> bool:

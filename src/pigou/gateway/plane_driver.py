@@ -122,9 +122,9 @@ class PlaneDriver:
         self._recorded: PlaneCalls = (
             plane if journal is None else JournalRecorder(plane, journal.write)
         )
-        self.upstreams: dict[str, Upstream] = {}  # by id, of the workers that are up
+        self.upstreams: dict[str, Upstream] = {}  # live workers by id
         self.joining = asyncio.Lock()  # while a worker is compared with the others, and comes up
-        self._hosts: dict[str, str] = {}  # by worker, also of those that are gone
+        self._hosts: dict[str, str] = {}  # by worker, former workers included
         self._served_model = model
         self.meter = RequestMeter(objectives or Objectives(), self._model)
         self.shed = 0

@@ -97,10 +97,9 @@ class ParsedRequest:
     fields: BodyFields = field(default_factory=BodyFields, repr=False)
     prompt_tokens: int  # total over all prompts, estimated from the text's length
     max_tokens: int  # estimated if the client did not say
-    single: bool = True  # one prompt and one choice: can have two legs, and go on elsewhere
+    single: bool = True  # one prompt and one choice: can have two legs, and migrate
     splits: bool = True  # the prompt may be computed on another worker
-    # can go on where only prompt and tokens so far are understood (a stock vLLM).
-    portable: bool = True
+    portable: bool = True  # can migrate by prompt and tokens alone (to a stock vLLM)
     seeded: bool = False  # the client gave a seed
     wants_ids: bool = False  # token ids
     wants_usage: bool = False  # a last chunk with the usage

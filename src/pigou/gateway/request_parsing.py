@@ -33,7 +33,7 @@ _RESERVED = {
     "kv_transfer_params": "the gateway makes transfers itself; remove it",
     "resume_tokens": "the gateway resumes streams itself; remove it",
 }
-#: Fields whose meaning for a reply that goes on is known.
+#: Fields whose meaning for a migrated reply is known.
 _KNOWN = set(CompletionRequest.__struct_fields__) | set(ChatRequest.__struct_fields__)
 
 

@@ -247,7 +247,7 @@ class PoolLoad:
         ttft_s: float,
         more_s: float = 0.0,
     ) -> float:
-        """Return the share of prompts with TTFT within `ttft_s`, `more_s` of it elsewhere."""
+        """Return the share of prompts with TTFT within `ttft_s`, after `more_s` elsewhere."""
         if not self._role.prefills:
             return 1.0
         services = self._services(rate_rps, workers)

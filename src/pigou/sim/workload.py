@@ -89,7 +89,7 @@ class RequestLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Random requests by the ranges of their lengths."""
 
     input: tuple[int, int] = (512, 512)  # tokens of a prompt, drawn evenly from (minimum, maximum)
-    output: tuple[int, int] = (128, 128)  # tokens of an answer, likewise
+    output: tuple[int, int] = (128, 128)  # output tokens, drawn likewise
     templates: int = 0  # number of different prompts; 0 makes all prompts different
 
     def __post_init__(self) -> None:

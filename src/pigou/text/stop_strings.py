@@ -66,7 +66,7 @@ class Stops:
 
 
 def begun(text: str, marks: Collection[str], max_length: int) -> int:
-    """Return the length of the longest end of a text that begins a mark, and is not all of it."""
+    """Return the length of the text's longest suffix that is a proper prefix of a mark."""
     for length in range(min(len(text), max_length - 1), 0, -1):
         end = text[len(text) - length :]
         if any(len(mark) > length and mark.startswith(end) for mark in marks):

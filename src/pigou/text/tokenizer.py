@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder: `tokenizer.json`, and what its neighbours say of it."""
+"""Tokenizer of a model folder: `tokenizer.json` and its configuration files."""
 
 from __future__ import annotations
 

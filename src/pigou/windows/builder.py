@@ -236,7 +236,7 @@ class ObservationBuilder:
         self.counts: Counter[str] = Counter()  # arrived, completed, failed, refused, repeated
         self.tokens: Counter[str] = Counter()  # by tenant: prompts that began, and outputs
         self.ttft_s: list[float] = []
-        self.wait_s: list[tuple[int, float]] = []  # prompt tokens and waits of those that began
+        self.wait_s: list[tuple[int, float]] = []  # prompt tokens and waits of started requests
 
     def window(
         self, start_s: float, seconds: float, late: Sequence[tuple[int, float]],

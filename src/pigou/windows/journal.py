@@ -103,7 +103,7 @@ class _JournalWindows:
                 self._loads[opened.decode].counts["output"] += count
 
     def _submit(self, request: Request, now: int) -> None:
-        if request.id in self._open:  # it goes on at another worker
+        if request.id in self._open:  # a migration
             return
         self._open[request.id] = _OpenRequest(request, now)
         self._made.lengths.add(request.prompt)

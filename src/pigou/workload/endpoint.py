@@ -25,7 +25,7 @@ _ERROR_BYTES = 4096
 _JSON = {"content-type": "application/json"}
 #: Bytes of an answer that is not streamed: the tokens of a text, a list of models, metrics.
 MAX_ANSWER = 64 * 2**20
-#: Bytes of a stream: a part for each token that was asked for, and what is told besides.
+#: Maximum bytes of a stream: a fixed part, and a part for each requested token.
 _STREAM_BYTES, _TOKEN_BYTES = 2**20, 2**16
 _REFUSED = ("HTTP 400", "HTTP 422")
 _CARD_SECONDS = 30.0

@@ -17,7 +17,7 @@ class LoadGenerator:
     """One run of load.
 
     Example:
-        load = LoadGenerator(send)  # `send` asks one prompt, and returns what came of it
+        load = LoadGenerator(send)  # `send` sends one prompt, and returns its outcome
         await load.closed(iter(jobs), slots=32)
         print(load.offered_requests, load.failed)
     """

@@ -205,7 +205,7 @@ class TokenCounter:
             texts += event.text
             grew += event.text and now > last
             last = now
-        # A total that stands still while text comes is told at one end of the stream alone.
+        # A total that stands still while text comes is reported at one end of the stream only.
         return growth if last > 0 and 2 * grew >= texts else None
 
     def _own_usage(self) -> list[int] | None:

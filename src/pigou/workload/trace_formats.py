@@ -1,4 +1,4 @@
-"""Formats of recorded traces: each file is told by its content, and read into a `Trace`."""
+"""Formats of recorded traces: each file is recognised by its content, and read into a `Trace`."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ def _loop_seconds(shape: _Shape) -> float:
 
 
 def _client(values: dict[str, str]) -> ClientConfig:
-    """Take the client's keys; those of a queue for connections are refused where there is none."""
+    """Take the client's keys; refuse keys of a connection queue without one."""
     given = _take(values, _CLIENT)
     client = _convert(given, ClientConfig)
     for name in _POOLED:

@@ -24,7 +24,7 @@ def request_id(reply_id: str) -> str:
 class Served:
     """Who served a request, as far as is known."""
 
-    request: str  # Dynamo's id of it
+    request: str  # Dynamo's request id
     # workers that served it, in order; several if it migrated, or if prefill and decode were on
     # different workers.
     workers: list[int] = field(default_factory=list)

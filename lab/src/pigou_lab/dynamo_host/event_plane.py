@@ -54,7 +54,7 @@ class Life(StrEnum):
 class SequenceEvent:
     """One fact about one request."""
 
-    request: str  # Dynamo's id of it
+    request: str  # Dynamo's request id
     worker: int  # id of the worker that it is on
     rank: int  # data-parallel rank there
     life: Life

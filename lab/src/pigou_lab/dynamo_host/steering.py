@@ -75,7 +75,7 @@ class Steering:
 
 
 class SteeredRequest:
-    """One request, from its arrival to its end; each is told once, whatever the caller repeats."""
+    """One request from arrival to end; reports each event once, even if the caller repeats it."""
 
     def __init__(self, steering: Steering, parameters: Parameters, began: int, load: int) -> None:
         self.parameters = parameters

@@ -24,7 +24,7 @@ class Figures:
     source: str = ""  # table or section
 
 
-#: Experiment 1, and what of it is in Table 4.
+#: Levels of Experiment 1; Table 4 has some.
 LEVELS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 #: Experiment 2.
 REGIME_LEVELS = (1, 4, 8, 16, 32, 64, 128, 256, 512)

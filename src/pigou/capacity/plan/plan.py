@@ -204,7 +204,7 @@ def make_plan(
 def ranked_candidates(
     analysis: Analysis, seen: Sequence[Candidate], rate_rps: float
 ) -> list[Candidate]:
-    """Return what may hold the workload, best first; one of those that do the same.
+    """Return candidates that may hold the workload, best first, one of each equivalent kind.
 
     With a rate: cheapest first, then by limit. Without: by limit, then by price.
     """

@@ -45,7 +45,7 @@ from pigou.control.latency_model.worker_factors import StartupReference, WorkerF
 from pigou.games.latency import LatencyLaw, OnlineFit
 from pigou.request import SECOND, UNKNOWN_LOCATION, Location, Rehearsed
 
-#: Most streams that the law of ITL is fitted to; it goes on past them.
+#: Most streams that the law of ITL is fitted to; it extrapolates beyond.
 _MAX_STREAMS = 256.0
 #: Tokens that may double a step by being held. Without grouped queries a model's cache has as many
 #: bytes as its weights at 30,000; with them there are more.

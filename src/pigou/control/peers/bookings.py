@@ -112,7 +112,7 @@ class PeerLedger:
         return [name for name, booked in self._booked.items() if booked]
 
     def up(self, worker: str) -> Counts:
-        """Add a worker as the last row; return what others have there, (numbers,)."""
+        """Add a worker as the last row; return the others' bookings there, (numbers,)."""
         have = [booked[worker] for booked in self._booked.values() if worker in booked]
         column: Counts = np.array(have or [_NONE], dtype=np.int64).sum(axis=0)
         self.total = np.hstack((self.total, column[:, None]))

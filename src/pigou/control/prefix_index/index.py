@@ -37,7 +37,7 @@ TIER_BITS: dict[str | None, int] = {
 }
 STORAGE_BIT = 1 << STORAGE
 _MAX_NAME = 2**64
-#: Kernels take contiguous arrays of it.
+#: Dtype of keys and hashes; kernels take contiguous arrays.
 WORD = np.dtype(np.uint64)
 #: Most orders of workers that are cached; with one more, all are dropped.
 _MAX_ORDERS = 64

@@ -114,7 +114,7 @@ def _cost(
 
 
 def recent_mean(mean: float, value: float) -> float:
-    """Return a running mean over about 32 values, with one more; 0 is none."""
+    """Return a running mean over about 32 values with another value; a mean of 0 is unset."""
     return mean + (value - mean) / _MEMORY if mean else value
 
 

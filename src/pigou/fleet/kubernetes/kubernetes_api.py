@@ -203,7 +203,7 @@ class KubernetesApi:
         await self._call("POST", path, manifest, query=_STRICT)
 
     async def replace(self, manifest: Manifest) -> None:
-        """Write a whole object; code 409 where somebody else changed it since it was read."""
+        """Write a whole object; code 409 if it was changed since it was read."""
         meta = manifest["metadata"]
         path = f"{_path(manifest['kind'], meta['namespace'])}/{meta['name']}"
         await self._call("PUT", path, manifest, query=_STRICT)

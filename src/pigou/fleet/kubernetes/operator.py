@@ -51,7 +51,7 @@ class FleetOperator:
         self._api = KubernetesApi(lambda: Connection.of(self._connect()))
 
     async def serve(self) -> None:
-        """Serve until the process is told to end; a second signal ends it at once."""
+        """Serve until a signal ends the process; a second one ends it at once."""
         stop = asyncio.Event()
         with StopSignals(stop.set, END_S) as signals:
             await self.run(stop, signals.take)

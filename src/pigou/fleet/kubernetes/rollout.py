@@ -44,10 +44,10 @@ class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be done next."""
+    """Next step of a rollout."""
 
-    # `scale` sets the replicas; `wait` and `blocked` change nothing, the latter until somebody
-    # helps; `done` means that only ready workers of the new version are left.
+    # `scale` sets the replicas; `wait` and `blocked` change nothing, and `blocked` needs an
+    # operator; `done` means that only ready workers of the new version are left.
     state: Literal["scale", "wait", "blocked", "done"]
     new: dict[str, int]  # replicas of the new version, by role
     old: dict[str, dict[str, int]]  # replicas of the old versions, by version and role

@@ -54,7 +54,7 @@ from pigou.wire.names import PullPool
 
 _log = logging.getLogger("pigou.fleet")
 
-#: Seconds between two looks at leases and deadlines, and two at the broker; for an answer of it.
+#: Seconds between two looks at leases and deadlines, and two at the broker; its answer's timeout.
 _TICK_S, _RETRY_S, _ANSWER_S = 0.05, 1.0, 2.0
 #: Looks at the broker that fail in a row, after which another connection is made.
 _MAX_FAILURES = 3

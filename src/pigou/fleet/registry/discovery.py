@@ -46,7 +46,7 @@ class EntryChanged(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerSuspected(msgspec.Struct, frozen=True, tag=True):
-    """Send a worker nothing new; its streams go on."""
+    """Route nothing new to a worker; its streams continue."""
 
     identity: Identity
     why: str

@@ -69,7 +69,7 @@ class FileStore:
         return await self._off_loop(read)
 
     async def records(self) -> Mapping[str, Record | str]:
-        """Return all live records, and why other files of the folder are none."""
+        """Return all live records, and for other files the reason why they are ignored."""
         return await self._off_loop(self._list)
 
     async def put(self, key: str, value: bytes, ttl_s: float, replaces: Record | None) -> None:

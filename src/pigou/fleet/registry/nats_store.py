@@ -93,7 +93,7 @@ class NatsStore:
                 await self._publish(client, key, b"", _MARKER_S, headers, sequence)
 
     async def watch(self, wake: Callable[[], None]) -> None:
-        """Call `wake` after changes; renewals are none."""
+        """Call `wake` after changes other than renewals."""
         async with self._calls() as client:
             self._reconnected.clear()
             while (bucket := await self._open(client)) is None:

@@ -27,7 +27,7 @@ _log = logging.getLogger("pigou.registry")
 
 #: Tries of a write that another process overtakes.
 _TRIES = 8
-#: Kinds of ignored records that are told of at a time.
+#: Kinds of ignored records that are logged at a time.
 _MAX_KINDS = 32
 
 

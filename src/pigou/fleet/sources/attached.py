@@ -1,4 +1,4 @@
-"""Attached servers, which somebody else runs, and what they share with registered ones."""
+"""Attached servers, run by others, and their common part with registered ones."""
 
 from __future__ import annotations
 

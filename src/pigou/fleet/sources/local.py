@@ -1,4 +1,4 @@
-"""Local workers: what they are told, their members and their provider."""
+"""Local workers: their arguments, members and provider."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def start_workers(
 
 
 def sleeps(arguments: Sequence[str]) -> bool:
-    """Whether workers are told to sleep in place of computing."""
+    """True if the arguments let workers sleep instead of computing."""
     return any(text.startswith(("--timing", "--executor=sleep")) for text in arguments) or (
         ("--executor", "sleep") in pairwise(arguments)
     )

@@ -29,7 +29,7 @@ from pigou.tracing.exporter import exporter_families
 Filter: TypeAlias = Callable[[Iterable[Metric]], Iterator[Metric]]
 
 
-#: Families that are counted before the model of a request is known, and those of it besides.
+#: Families counted by the gateway alone, and families counted there and by model.
 _OF_GATEWAY = (BUILD_INFO, "pigou_requests_inflight")
 _OF_BOTH = ("pigou_requests", "pigou_requests_cancelled", "pigou_requests_shed")
 #: Seconds that a worker has for its page; those that need longer are left out.

@@ -31,7 +31,7 @@ _HIGH_WATER = 256 * 1024
 _SLICE, _BURST, _RATE = 16 * 1024, 2**20, 8 * 2**20
 #: Bytes that are read at once, however short their chunks are.
 _LITTLE = 1024
-#: Takes body bytes; returns whether it goes on taking them.
+#: Takes body bytes; returns False to take no more.
 Take = Callable[[bytes], bool]
 #: Below the 5 seconds after which vLLM's server closes idle connections: a request that is sent
 #: on a connection at the moment it closes is lost.

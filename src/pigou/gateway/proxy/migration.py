@@ -25,7 +25,7 @@ class AttemptBody:
 
     path: str
     body: Body  # JSON object
-    mapped: bool = False  # a chat goes on as a completion
+    mapped: bool = False  # True for a chat continued as a completion
 
 
 def attempt_body(

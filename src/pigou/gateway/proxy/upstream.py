@@ -102,8 +102,7 @@ class Engine:
     dynamo: bool = False
     ranks: bool = False  # it honours `priority`, and a lower one overtakes what was begun
     deadlines: bool = False  # it honours `deadline_ms`
-    # id of the one worker behind that frontend that is meant; its router chooses when empty.
-    pin: str = ""
+    pin: str = ""  # worker id behind a Dynamo frontend; empty lets its router choose
     release: str = ""  # release of weights or engine; empty if not reported
     incarnation: str = ""  # id of the process; empty for stock servers
     # further names that requests may use.

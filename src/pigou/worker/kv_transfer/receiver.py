@@ -55,7 +55,7 @@ _SWEEP = 5.0
 _MAX_GRANT = 32 << 10
 #: Failures of the path, not of the request.
 _PATH_FAILURES = {TransferReason.CUT, TransferReason.TIMEOUT}
-#: Failures after which the sender is told to free the blocks.
+#: Failures after which the receiver asks the sender to free the blocks.
 _TELL = {
     TransferReason.LAYOUT,
     TransferReason.BAD_PARAMS,

@@ -273,7 +273,7 @@ def _prompts(seen: Sequence[Prompts]) -> tuple[TimeCurve, float, float]:
 
 
 def _ramps(places: Sequence[int], values: _Array) -> list[_Array]:
-    """Return for each stretch between two places how much of it a value covers."""
+    """Return for each interval between two places the part that a value covers."""
     return [np.clip(values - left, 0.0, right - left) for left, right in pairwise(places)]
 
 

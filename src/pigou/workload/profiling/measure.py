@@ -439,7 +439,7 @@ class _MeasuredBatch:
 
 @dataclass(slots=True)
 class _MeasuredChunk:
-    """A prompt's chunk after cached tokens, and the seconds that were seen of it."""
+    """A prompt's chunk after cached tokens, and its measured seconds."""
 
     tokens: int
     kv: int

@@ -43,7 +43,7 @@ MIN_LAG_S = 30.0
 #: Windows until ordered workers that do not show count as never started.
 CREDIT_WINDOWS = 3
 #: Share of a scarce pool's value that assumes admission. By trial on 4 workers at 12 requests a
-#: second: half keeps 0.71 inside, all of it 0.48.
+#: second: 0.5 keeps 0.71 inside, 1 keeps 0.48.
 ADMITTED = 0.5
 #: Mixed counts, and counts per role, tried with one another; bounds a plan's time.
 SPLITS = 8
@@ -63,8 +63,8 @@ class PricePlannerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     horizon_s: float = 600.0  # expected life of a move, over which its price is spread
     up: float = 0.05  # planned share of load beyond the estimate; the plan holds within it
     down: float = 0.15  # share by which load must fall below the plan before it shrinks
-    # for how long (half of it for half of the surplus); None for three start-ups, at least 60 s:
-    # load that comes back costs a start and late requests
+    # time for which it must have fallen, half for half of the surplus; None for three start-ups, at
+    # least 60 s: load that comes back costs a start and late requests
     hold_s: float | None = None
     mix: float = 0.1  # relative change of lengths or speeds that triggers a replan
     recovery_s: float = 60.0  # to work off a backlog, at least two start-ups
