@@ -13,7 +13,6 @@ from pigou.control.caching_game import CachingFleet, Placement, Prefixes, Prompt
 from pigou.control.latency_model.estimates import Estimates
 from pigou.control.messages import CacheChanged, Ended, LoadReport, WorkerUp
 from pigou.control.plane import ControlPlane
-from pigou.control.prefix_index import Overlaps
 from pigou.request import (
     SECOND,
     BlockRemoved,
@@ -46,13 +45,13 @@ def prompt(worker: int, keys: np.ndarray, cached: int, known: int | None = None)
 def holding(held: dict[int, list[int]], workers: int, tier: int = 0):  # type: ignore[no-untyped-def]
     """Who holds which keys, all in one tier."""
 
-    def look(keys: np.ndarray) -> Overlaps:
+    def look(keys: np.ndarray) -> np.ndarray:
         rows = np.zeros((4, workers), dtype=np.int64)
         for worker in range(workers):
             mine = set(held.get(worker, ()))
             run = next((i for i, key in enumerate(keys.tolist()) if key not in mine), len(keys))
             rows[tier, worker] = rows[3, worker] = run
-        return Overlaps(rows)
+        return rows
 
     return look
 

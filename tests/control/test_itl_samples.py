@@ -28,7 +28,7 @@ def _seen(workers: int, sizes: tuple[int, int], seconds: int = 60) -> tuple[Late
             context = streams * int(rng.integers(sizes[0], sizes[1] + 1))
             estimator.sampler.advance(row, streams, context, 0, then)
             itl = (BASE + STREAM * streams + TOKEN * context) * rng.normal(1.0, 0.02)
-            estimator.sampler.add_tokens(row, round(0.5 / itl * streams))
+            estimator.sampler.tokens[row] += round(0.5 / itl * streams)
         now = then
         estimator.sample(now)
     return estimator, now
@@ -69,7 +69,7 @@ def test_a_worker_whose_streams_hold_much_is_no_slow_one() -> None:
             flowing[row] = streams
             estimator.sampler.advance(row, streams, streams * held[row], 0, now)
             itl = BASE + STREAM * streams + TOKEN * streams * held[row]
-            estimator.sampler.add_tokens(row, round(0.5 / itl * streams))
+            estimator.sampler.tokens[row] += round(0.5 / itl * streams)
         estimator.sample(now)
     found = estimator.estimates(now)
     assert found.b[1] / found.b[0] == pytest.approx(1.0, rel=0.1)

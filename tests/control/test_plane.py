@@ -99,7 +99,7 @@ class Driver:
         for name in COUNTS:
             assert (getattr(state.columns, name) >= 0).all(), f"{name} fell below zero"
         for worker, row in state.row.items():
-            streams = list(state.on(worker))
+            streams = [load for load in state.requests.values() if load.decode == worker]
             assert state.columns.decode_requests[row] == len(streams)
             assert state.columns.decode_tokens[row] == sum(load.tokens for load in streams)
             assert state.columns.decoding[row] == sum(load.decoding for load in streams)

@@ -103,7 +103,7 @@ def test_what_waits_inside_a_draining_worker_is_recalled_and_streams_are_not() -
     made = plane(Role.BOTH, Role.BOTH, policy="round-robin")
     for number in range(20):
         submit(made, number)
-    own = [r.request.id for r in made.state.on("w0")]
+    own = [r.request.id for r in made.state.requests.values() if r.decode == "w0"]
     for request in own[:4]:
         made.observe(FirstToken(request), 2)
     made.observe(LoadReport("w0", 4, len(own) - 4, 0.5), 3)

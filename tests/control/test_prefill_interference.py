@@ -43,7 +43,7 @@ def test_the_law_of_streams_is_not_blamed_for_prompts_computed_beside_them() -> 
             done = now - (left - 1) * SECOND // 20
             estimator.sampler.advance(0, 8, 0, left, done)
             estimator.prompt_computed(0, 100, done - SECOND // 20, done)
-        estimator.sampler.add_tokens(0, 8 * steps)
+        estimator.sampler.tokens[0] += 8 * steps
         estimator.sample(now)
     found = estimator.estimates(now)
     assert found.itl(np.array([0]), np.array([8.0])) == pytest.approx([0.02], rel=0.03)

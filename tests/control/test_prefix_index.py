@@ -140,11 +140,11 @@ def test_the_index_answers_as_a_plain_set_would(
 def test_a_tier_is_told_of_by_hashes_alone_and_a_block_counts_once() -> None:
     index, keys = PrefixIndex(), chain(TOKENS, SIZE)
     index.apply("w", [stored(0, 3), Stored((1000, 1001, 1002), None, (), SIZE, "CPU")])
-    assert index.overlaps(("w",), keys).rows[:, 0].tolist() == [3, 0, 0, 3]
+    assert index.overlaps(("w",), keys)[:, 0].tolist() == [3, 0, 0, 3]
     index.apply("w", [Removed((1001, 1002))])
-    assert index.overlaps(("w",), keys).rows[:, 0].tolist() == [1, 2, 0, 3]
+    assert index.overlaps(("w",), keys)[:, 0].tolist() == [1, 2, 0, 3]
     index.apply("w", [Stored((1002,), 1001, (), SIZE, "STORAGE"), Removed((1002,), "CPU")])
-    assert index.overlaps(("w",), keys).rows[:, 0].tolist() == [1, 1, 1, 3]
+    assert index.overlaps(("w",), keys)[:, 0].tolist() == [1, 1, 1, 3]
 
 
 def test_what_a_tier_had_from_before_is_matched_once_it_was_on_the_device() -> None:
@@ -152,4 +152,4 @@ def test_what_a_tier_had_from_before_is_matched_once_it_was_on_the_device() -> N
     index.apply("w", [Stored((1000, 1001), None, (), SIZE, "STORAGE")])
     assert overlap(index) == 0
     index.apply("w", [stored(0, 2), Removed((1000, 1001))])
-    assert index.overlaps(("w",), keys).rows[:, 0].tolist() == [0, 0, 2, 2]
+    assert index.overlaps(("w",), keys)[:, 0].tolist() == [0, 0, 2, 2]

@@ -9,6 +9,7 @@ from pigou.config import ConfigError, ControlConfig, IndexConfig
 from pigou.control.messages import CacheChanged
 from pigou.control.plane import ControlPlane
 from pigou.control.prefix_index import PrefixIndex, chain, warm_up
+from pigou.control.prefix_index.holder_table import ON_DEVICE, ON_HOST, RUN
 from pigou.request import BlockStored, no_hashes
 from pigou.wire.kv_event_decoding import Removed, Stored
 
@@ -43,10 +44,10 @@ def test_predictions_and_events_of_one_worker_are_one_answer() -> None:
     index.predict("w", KEYS, 0)
     index.apply("w", [stored(0, 4), stored(4, 8, medium="CPU")])
     told = index.overlaps(("w",), KEYS)
-    assert (told.device[0], told.host[0]) == (16, 0)
+    assert (told[ON_DEVICE, 0], told[ON_HOST, 0]) == (16, 0)
     index.expire(100)
     told = index.overlaps(("w",), KEYS)
-    assert (told.device[0], told.host[0], told.run[0]) == (4, 8, 12)
+    assert (told[ON_DEVICE, 0], told[ON_HOST, 0], told[RUN, 0]) == (4, 8, 12)
     index.predict("w", KEYS, 200)
     index.lost("w")
     assert index.overlap("w", KEYS) == 16
@@ -93,12 +94,12 @@ def test_workers_beyond_one_word_of_bits_are_told_apart() -> None:
     for i, name in enumerate(names):
         index.apply(name, [stored(0, i % 17)] if i % 17 else [])
     told = index.overlaps([*names, "stranger"], KEYS)
-    assert told.run.tolist() == [i % 17 for i in range(200)] + [0]
+    assert told[RUN].tolist() == [i % 17 for i in range(200)] + [0]
     for name in names[::2]:
         index.drop(name)
     index.apply("new", [stored()])
     told = index.overlaps([*names, "new"], KEYS)
-    assert told.run.tolist() == [i % 17 * (i % 2) for i in range(200)] + [16]
+    assert told[RUN].tolist() == [i % 17 * (i % 2) for i in range(200)] + [16]
 
 
 def test_hashes_may_be_bytes_or_of_any_length() -> None:

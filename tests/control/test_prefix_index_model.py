@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.lib.examples import examples
 
 from pigou.control.prefix_index import PrefixIndex, chain
+from pigou.control.prefix_index.holder_table import ON_DEVICE, ON_HOST, ON_STORAGE, RUN
 from pigou.request import BlockRemoved, BlockStored, Medium
 from pigou.wire.kv_event_decoding import Cleared, Removed, Stored, WireEvent
 
@@ -118,7 +119,7 @@ def check(index: PrefixIndex, model: Model) -> None:
             told = index.overlaps(WORKERS, keys)
             for row, worker in enumerate(WORKERS):
                 expected = model.overlap(worker, keys.tolist())
-                assert (told.device[row], told.host[row], told.storage[row]) == expected
+                assert (told[ON_DEVICE, row], told[ON_HOST, row], told[ON_STORAGE, row]) == expected
                 assert index.overlap(worker, keys) == sum(expected)
     for worker, blocks in model.held.items():
         cache = index.cache(worker)
@@ -184,7 +185,7 @@ def test_core_events_answer_as_sets_would(story: list[tuple[str, bool, int, Medi
     for row, worker in enumerate(WORKERS):
         held = {key for key, _ in truth[worker]}
         run = next((i for i, key in enumerate(hashes[:, 1].tolist()) if key not in held), 40)
-        assert told.run[row] == run
+        assert told[RUN, row] == run
     assert index.keys == len({key for held in truth.values() for key, _ in held})
 
 
@@ -208,7 +209,7 @@ def test_limits_hold_and_what_is_matched_was_stored(
             keys = chain(tokens, 2)
             for row, each in enumerate(WORKERS):
                 whole = sum(model.overlap(each, keys.tolist()))
-                assert index.overlaps(WORKERS, keys).run[row] <= whole
+                assert index.overlaps(WORKERS, keys)[RUN, row] <= whole
     for worker in WORKERS:
         index.drop(worker)
     assert (index.blocks, index.keys) == (0, 0)

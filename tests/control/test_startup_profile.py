@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 
 from pigou.config import EngineConfig
@@ -14,6 +15,11 @@ from pigou.sim.timing import Law, LawTiming
 
 LAW = Law(itl_a=0.02, itl_b=0.001, prefill=0.045, prefill_token=1e-4, mixed=0.006)
 ENGINE = EngineConfig(blocks=4096, max_model_len=10_000)
+
+
+def itl_s(known: Estimates, row: int, streams: float) -> float:
+    """Return the ITL of a worker at a number of streams."""
+    return known.itl(np.array([row]), np.array([streams])).item()
 
 
 def told(*laws: Law) -> Estimates:
@@ -28,7 +34,7 @@ def test_speeds_are_known_before_the_first_request() -> None:
     found = told(LAW, LAW)
     assert found.prefill_base + 1000 * found.prefill_token == pytest.approx([0.145] * 2, rel=0.02)
     for streams in (1.0, 16.0, 64.0):
-        assert found.law(0)(streams) == pytest.approx(0.02 + 0.001 * streams, rel=0.02)
+        assert itl_s(found, 0, streams) == pytest.approx(0.02 + 0.001 * streams, rel=0.02)
     taken = found.interference_base + 2000 * found.interference_token
     assert taken == pytest.approx([0.206] * 2, rel=0.1)
 
@@ -43,7 +49,7 @@ def test_a_worker_half_as_fast_is_known_for_a_slow_one_before_the_first_request(
     """Its factor of 2 is shrunk, as of any worker of which little was seen."""
     slow = Law(itl_a=0.04, itl_b=0.002, prefill=0.09, prefill_token=2e-4, mixed=0.012)
     found = told(LAW, slow)
-    fast, other = found.law(0)(16.0), found.law(1)(16.0)
+    fast, other = itl_s(found, 0, 16.0), itl_s(found, 1, 16.0)
     assert 1.4 < other / fast < 2.1
     assert 0.03 < fast < 0.045
     assert 1.4 < found.mean_prefill[1] / found.mean_prefill[0] < 2.1
@@ -72,7 +78,7 @@ def test_prompts_beside_streams_alone_teach_nothing() -> None:
     estimator = LatencyModel()
     estimator.add_worker((Rehearsed(128, 4, 1, 0.05),), SECOND)
     found, prior = estimator.estimates(SECOND), Estimates.prior(1)
-    assert found.law(0)(8.0) == pytest.approx(prior.law(0)(8.0))
+    assert itl_s(found, 0, 8.0) == pytest.approx(itl_s(prior, 0, 8.0))
     assert found.prefill_token == pytest.approx(prior.prefill_token)
 
 

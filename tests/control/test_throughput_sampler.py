@@ -24,7 +24,7 @@ def test_itl_is_the_time_of_all_streams_by_the_tokens_that_came() -> None:
     sampler.advance(0, 0, 0, 0, 0)
     sampler.change_streams(0, 2)
     sampler.advance(0, 3, 700, 0, SECOND)  # two streams seen, a third whose tokens are not
-    sampler.add_tokens(0, 40)
+    sampler.tokens[0] += 40
     (sample,) = sampler.take_samples()
     assert sample.itl == pytest.approx(2 / 40)
     assert sample.streams == pytest.approx(3)
@@ -39,7 +39,7 @@ def _beside(seconds: list[tuple[int, int]]) -> ThroughputSampler:
     sampler.change_streams(0, 1)
     for second, prompts in seconds:
         sampler.advance(0, 1, 0, prompts, second * SECOND)
-        sampler.add_tokens(0, 10)
+        sampler.tokens[0] += 10
     return sampler
 
 
@@ -49,7 +49,7 @@ def test_a_prompt_counts_in_the_samples_of_the_time_in_which_it_was_computed() -
     found = []
     for second in (2, 3, 4):  # a prompt comes at 1 s, and is computed at 4 s
         sampler.advance(0, 1, 0, 1, second * SECOND)
-        sampler.add_tokens(0, 10)
+        sampler.tokens[0] += 10
         if second == 4:
             sampler.add_prompt(0, 600.0, 3.0)
             sampler.advance(0, 1, 0, 0, second * SECOND)
@@ -64,7 +64,7 @@ def test_a_prompt_that_was_mostly_computed_alone_counts_by_its_share_beside_stre
     sampler.advance(0, 0, 0, 1, 9 * SECOND)
     sampler.change_streams(0, 1)
     sampler.advance(0, 1, 0, 1, 10 * SECOND)
-    sampler.add_tokens(0, 10)
+    sampler.tokens[0] += 10
     sampler.add_prompt(0, 1000.0, 10.0)
     sampler.advance(0, 1, 0, 0, 10 * SECOND)
     (sample,) = sampler.take_samples()
@@ -78,7 +78,7 @@ def test_samples_that_wait_stay_those_of_their_worker_when_another_leaves() -> N
         sampler.advance(row, 0, 0, 0, 0)
         sampler.change_streams(row, 1)
         sampler.advance(row, 1, 0, row, SECOND)
-        sampler.add_tokens(row, 10)
+        sampler.tokens[row] += 10
     assert [each.row for each in sampler.take_samples()] == [0]
     sampler.remove_worker(0)
     sampler.add_prompt(0, 100.0, 1.0)
@@ -91,13 +91,13 @@ def test_samples_of_a_prompt_that_was_given_up_are_thrown_away() -> None:
     sampler.advance(0, 1, 0, 1, 2 * SECOND)
     sampler.advance(0, 1, 0, 0, 2 * SECOND)  # it is gone, and was not computed
     assert list(sampler.take_samples()) == []
-    sampler.add_tokens(0, 10)
+    sampler.tokens[0] += 10
     sampler.advance(0, 1, 0, 0, 3 * SECOND)
     assert [
         each.prompts for each in sampler.take_samples()
     ] == []  # a second of it was beside the prompt
     sampler.advance(0, 1, 0, 0, 4 * SECOND)
-    sampler.add_tokens(0, 10)
+    sampler.tokens[0] += 10
     assert [each.prompts for each in sampler.take_samples()] == [0.0]
 
 
@@ -112,14 +112,14 @@ def _worker(prompts: list[int], seed: int = 0) -> tuple[LatencyModel, int]:
         for step in range(chunks):
             now += round(MIXED * SECOND)
             estimator.sampler.advance(0, 8, 0, 1, now)
-            estimator.sampler.add_tokens(0, 8)
+            estimator.sampler.tokens[0] += 8
             if step % 4 == 3:
                 estimator.sample(now)
         estimator.prompt_computed(0, chunks * CHUNK, sent, now)
         for _ in range(10):
             now += round(25 * STEP * SECOND)
             estimator.sampler.advance(0, 8, 0, 0, now)
-            estimator.sampler.add_tokens(0, 8 * 25)
+            estimator.sampler.tokens[0] += 8 * 25
             estimator.sample(now)
     return estimator, now
 
@@ -139,7 +139,7 @@ def test_a_prompt_under_way_slows_nobody_that_comes_after_it() -> None:
     for step in range(240):
         now += round(MIXED * SECOND)
         estimator.sampler.advance(0, 8, 0, 1, now)
-        estimator.sampler.add_tokens(0, 8)
+        estimator.sampler.tokens[0] += 8
         if step % 4 == 3:
             estimator.sample(now)
     assert estimator.estimates(now).itl(np.array([0]), np.array([8.0])) == pytest.approx(before)

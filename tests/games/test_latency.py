@@ -43,24 +43,15 @@ def test_the_law_is_finite_rising_and_convex_past_its_pole(law: LatencyLaw, n: f
     assert math.isfinite(high)
     assert low <= middle + 1e-12 <= high + 2e-12
     assert high - middle >= middle - low - 1e-9 * max(1.0, high)
-    assert law.marginal(n + 1) >= law.marginal(n) - 1e-9 * max(1.0, high) * (n + 2)
+    marginal, following = middle + law.toll(n), high + law.toll(n + 1)
+    assert following >= marginal - 1e-9 * max(1.0, high) * (n + 2)
 
 
 @given(laws, st.integers(0, 200))
 def test_a_newcomers_marginal_cost_is_its_own_and_the_toll(law: LatencyLaw, n: int) -> None:
     social = (n + 1) * law(n + 1) - n * law(n)
-    assert law.marginal(n) == pytest.approx(social, rel=1e-9, abs=1e-9)
-    assert law.marginal(n) == pytest.approx(law(n + 1) + law.toll(n))
+    assert law(n + 1) + law.toll(n) == pytest.approx(social, rel=1e-9, abs=1e-9)
     assert law.toll(0) == 0
-
-
-@given(laws, st.floats(0, 150))
-def test_the_slope_is_the_derivative(law: LatencyLaw, n: float) -> None:
-    step = 1e-6
-    if abs(law.n_sat - law.floor - n) < 1e-3:
-        return  # at the floor the second derivative jumps
-    numeric = (law(n + step) - law(n - step)) / (2 * step)
-    assert law.slope(n) == pytest.approx(numeric, rel=1e-3, abs=1e-4)
 
 
 def test_an_overloaded_workers_toll_does_not_fall_past_the_pole() -> None:

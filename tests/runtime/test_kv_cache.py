@@ -83,6 +83,5 @@ def test_moves_are_made_in_order_out_copy_in() -> None:
     assert np.array_equal(view[[3, 4]], before[[3, 4]])
 
 
-def test_layouts_of_other_shapes_differ_by_name() -> None:
-    assert layout().differences(layout(torch.float32))[0].startswith("dtype")
+def test_layouts_of_other_types_have_other_fingerprints() -> None:
     assert layout().fingerprint() != layout(torch.float32).fingerprint()

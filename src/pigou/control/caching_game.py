@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.latency_model.estimates import Estimates
-from pigou.control.prefix_index import Overlaps
 from pigou.control.prefix_index.holder_table import RUN
 from pigou.games.replication import ReplicationGame
 from pigou.request import BlockKeys
@@ -72,7 +71,7 @@ class CachingFleet:
 
 
 def caching_game(
-    window: Iterable[Prompt], fleet: CachingFleet, look: Callable[[BlockKeys], Overlaps]
+    window: Iterable[Prompt], fleet: CachingFleet, look: Callable[[BlockKeys], NDArray[np.int64]]
 ) -> Placement | None:
     """Play the game on a window of prompts, earliest first; None if it has none."""
     row = {worker: index for index, worker in enumerate(fleet.workers)}
@@ -191,10 +190,10 @@ def _computing(
 
 
 def _held(
-    branches: Sequence[Branch], look: Callable[[BlockKeys], Overlaps]
+    branches: Sequence[Branch], look: Callable[[BlockKeys], NDArray[np.int64]]
 ) -> tuple[Floats, Floats, Floats]:
     """Return each worker's share of each branch on device, host and storage, as three arrays."""
-    seen = [look(branch.keys[: branch.end]).rows[:RUN] for branch in branches]
+    seen = [look(branch.keys[: branch.end])[:RUN] for branch in branches]
     runs = np.cumsum(np.stack(seen, axis=-1), axis=0)  # (tiers, workers, branches)
     start, end = _spans(branches)
     parts = np.clip((runs - start) / (end - start), 0.0, 1.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,37 +90,6 @@ class Status:
     unknown: str = ""  # why the Price of Anarchy is unknown; empty if it is known
 
 
-def _plane_status(
-    controller: str, tracker: RequestTracker, router: Router, index: PrefixIndex,
-    cache_monitor: CacheMonitor, poa: PoAEstimate | None, away: Collection[str], now: int,
-) -> Status:  # fmt: skip
-    """Return the status without changing any part."""
-    unknown = _unknown(tracker, poa, away, now)
-    state, detector = tracker.state, tracker.detector
-    columns, estimates = state.columns, tracker.latency_model.peek(now)
-    output = tracker.latency_model.outputs.expected(NEVER)
-    return Status(
-        policy=router.name, controller=controller, regime=detector.regime, signal=detector.signal,
-        temperature=router.temperature, parameters=dict(params_of(router.policy)),
-        poa=None if unknown else poa, unknown=unknown, caching=cache_monitor.status(state),
-        workers=state.ids, tolls=stream_tolls(estimates, columns.decode_requests, output),
-        memory=_memory_prices(estimates, index.recomputed_share(state.ids)), estimates=estimates,
-        output=output,
-    )  # fmt: skip
-
-
-def _unknown(
-    tracker: RequestTracker, poa: PoAEstimate | None, away: Collection[str], now: int
-) -> str:
-    if away:
-        return f"the fleet is incomplete: {', '.join(sorted(away))} is down"
-    if gateways := tracker.state.peers.gateways:
-        return f"{len(gateways)} other gateways send requests to the workers, too"
-    if unknown := tracker.poa.unknown(now):
-        return unknown
-    return "" if poa is not None else "it was not assessed yet"
-
-
 def stream_tolls(
     known: Estimates, streams: NDArray[np.int64], output: float
 ) -> NDArray[np.float64]:
@@ -128,12 +97,6 @@ def stream_tolls(
     rows, n = np.arange(len(streams)), streams.astype(np.float64)
     tolls: NDArray[np.float64] = output * n * (known.itl(rows, n + 1.0) - known.itl(rows, n))
     return tolls
-
-
-def _memory_prices(known: Estimates, recomputed_share: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the seconds of prefill displaced by a token of KV, (workers,)."""
-    prices: NDArray[np.float64] = recomputed_share * known.prefill_per_token
-    return prices
 
 
 class ControlPlane:
@@ -190,7 +153,7 @@ class ControlPlane:
         routed = self.state.requests.get(request.id)
         if routed is not None:
             self.admission.failed(routed.request)
-            self.tracker.failed(request.id, now)
+            self.tracker.release(request.id, now)
         returned = routed is not None or bool(exclude)
         self.admission.queue.remove(request.id)
         fleet = self.view(request, now)
@@ -211,17 +174,17 @@ class ControlPlane:
             return shed
         skips_queue = admission.skips_queue(waiting)
         if skips_queue:
-            assignment = self._assigner.assign(waiting, self.router, now, fleet)
-            if assignment is not None:
-                admission.queue.passed(waiting, assignment.uncached)
-                return assignment.route
+            route = self._assigner.assign(waiting, self.router, now, fleet)
+            if route is not None:
+                admission.queue.passed(waiting, self._uncached(waiting))
+                return route
         entry = admission.enqueue(waiting, now, min_ttft_s)
         is_next = not skips_queue and admission.is_next(waiting, now, self.state.row)
         if is_next:
-            assignment = self._assigner.assign(waiting, self.router, now, fleet)
-            if assignment is not None:
-                admission.queue.take(waiting, assignment.uncached)
-                return assignment.route
+            route = self._assigner.assign(waiting, self.router, now, fleet)
+            if route is not None:
+                admission.queue.take(waiting, self._uncached(waiting))
+                return route
         decision = admission.conclude(waiting, entry, now)
         blocked = skips_queue or is_next or waiting.limits in admission.queue.limits()
         if blocked and isinstance(decision, Queue):
@@ -236,9 +199,10 @@ class ControlPlane:
         known = self.tracker.latency_model.peek(now)  # asking is not journalled: it changes nothing
         return self.admission.may_add(own, tokens, self.state, known)
 
-    def computes(self, request: str) -> bool:
-        """True if a routed request's prompt is still to be computed."""
-        return self._computes(request) is not None
+    def computes(self, request: str) -> str | None:
+        """Return the worker that is still to compute a routed prompt; None for none."""
+        routed = self.state.requests.get(request)
+        return None if routed is None else routed.prefill
 
     def observe(self, observation: Observation, now: int) -> Sequence[Decision]:
         """Apply an observation; return resulting decisions on queued requests."""
@@ -249,14 +213,19 @@ class ControlPlane:
             return self._first_token(observation.request, now)
         if type(observation) is Ended:
             return self._ended(observation.request, now)
+        return self._observe(observation, now)
+
+    def _observe(self, observation: Observation, now: int) -> Sequence[Decision]:
         decisions: Sequence[Decision] = ()
         match observation:
             case PrefillDone(request, well):
-                worker = self._computes(request)
+                worker = self.computes(request)
                 self.tracker.prefill_done(request, well, now)
                 return self._prefilled(worker, now)
-            case PrefillClaimed() | ReadFailed():
-                self.tracker.prompt_changed(observation, now)
+            case PrefillClaimed(request, worker, cached):
+                self.tracker.claimed(request, worker, cached, now)
+            case ReadFailed(request):
+                self.tracker.read_failed(request, now)
             case WorkerUp(worker):
                 return self._up(worker, now)
             case WorkerDraining(worker):
@@ -316,10 +285,29 @@ class ControlPlane:
 
     def status(self, now: int) -> Status:
         """Return current prices and parameters, without side effects."""
-        return _plane_status(
-            str(self.config.controller["controller"]), self.tracker, self.router, self.index,
-            self.cache_monitor, self._poa, self.returning.away(now), now,
+        tracker, router = self.tracker, self.router
+        state, detector = self.state, tracker.detector
+        unknown, estimates = self._unknown(now), tracker.latency_model.peek(now)
+        output = tracker.latency_model.outputs.expected(NEVER)
+        return Status(
+            policy=router.name, controller=str(self.config.controller["controller"]),
+            regime=detector.regime, signal=detector.signal, temperature=router.temperature,
+            parameters=dict(params_of(router.policy)), poa=None if unknown else self._poa,
+            unknown=unknown, caching=self.cache_monitor.status(state), workers=state.ids,
+            tolls=stream_tolls(estimates, state.columns.decode_requests, output),
+            memory=self.index.recomputed_share(state.ids) * estimates.prefill_per_token,
+            estimates=estimates, output=output,
         )  # fmt: skip
+
+    def _unknown(self, now: int) -> str:
+        """Return why the Price of Anarchy is unknown; empty if it is known."""
+        if away := self.returning.away(now):
+            return f"the fleet is incomplete: {', '.join(sorted(away))} is down"
+        if gateways := self.state.peers.gateways:
+            return f"{len(gateways)} other gateways send requests to the workers, too"
+        if unknown := self.tracker.poa.unknown(now):
+            return unknown
+        return "" if self._poa is not None else "it was not assessed yet"
 
     def decision(self, request: str) -> Explanation | None:
         """Return the explanation of a request's route; None if no longer known."""
@@ -393,19 +381,18 @@ class ControlPlane:
         return self._drain(now)
 
     def _first_token(self, request: str, now: int) -> Sequence[Route]:
-        worker = self._computes(request)
+        worker = self.computes(request)
         self.tracker.first_token(request, now)
         return self._prefilled(worker, now)
-
-    def _computes(self, request: str) -> str | None:
-        routed = self.state.requests.get(request)
-        return None if routed is None else routed.prefill
 
     def _prefilled(self, worker: str | None, now: int) -> Sequence[Route]:
         if worker is None or not self.admission.capacity.holds_prompts:
             return ()
         self.admission.capacity.prefilled(worker, now)
         return self._drain(now)
+
+    def _uncached(self, waiting: QueuedRequest) -> int:
+        return self.state.requests[waiting.request.id].uncached
 
     def _drain(self, now: int) -> list[Route]:
         """Route queued requests in order until no worker can take the next."""
@@ -418,10 +405,10 @@ class ControlPlane:
             if waiting.limits in skip:
                 queue.step_aside(waiting)
                 continue
-            assignment = self._assigner.assign(waiting, self.router, now)
-            if assignment is not None:
-                queue.take(waiting, assignment.uncached)
-                routes.append(assignment.route)
+            route = self._assigner.assign(waiting, self.router, now)
+            if route is not None:
+                queue.take(waiting, self._uncached(waiting))
+                routes.append(route)
             elif waiting.exclude.isdisjoint(self.state.row) and not waiting.request.eligible:
                 break
             else:

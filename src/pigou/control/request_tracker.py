@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from pigou.control.latency_model.estimates import Estimates, MedianWorker
 from pigou.control.latency_model.model import LatencyModel
-from pigou.control.messages import Choice, PrefillClaimed, ReadFailed
+from pigou.control.messages import Choice
 from pigou.control.peers.bookings import BookedTimes, WorkerBookings
-from pigou.control.prefix_index import Overlaps, PrefixIndex
+from pigou.control.prefix_index import PrefixIndex
 from pigou.control.prefix_index.holder_table import ON_DEVICE, ON_HOST, ON_STORAGE, RUN
 from pigou.control.price_of_anarchy import PoAEstimator, PoASnapshot, RequestTimes
 from pigou.control.routing.view import FleetView
@@ -86,14 +86,8 @@ class RequestTracker:
             routed.transfer_alone = self._has_no_prompts(routed)
         self._computed(routed, now)
 
-    def prompt_changed(self, change: PrefillClaimed | ReadFailed, now: int) -> None:
-        """Record that a prompt moved to another worker, or grew after a failed read."""
-        if isinstance(change, ReadFailed):
-            self.read_failed(change.request, now)
-        else:
-            self._claimed(change.request, change.worker, change.cached, now)
-
-    def _claimed(self, request: str, worker: str, cached: int, now: int) -> None:
+    def claimed(self, request: str, worker: str, cached: int, now: int) -> None:
+        """Record that a worker pulled a prompt, with `cached` tokens of it."""
         routed = self.state.requests.get(request)
         if routed is None or routed.prefill_done_at or worker not in self.state.row:
             return
@@ -145,11 +139,11 @@ class RequestTracker:
             self.latency_model.sampler.tokens,
         )  # fmt: skip
 
-    def ended(self, request: str, now: int) -> bool:
-        """Record the end of a request; return True if it had been routed."""
-        routed = self._release(request, now)
+    def ended(self, request: str, now: int) -> None:
+        """Record the end of a request, if it had been routed."""
+        routed = self.release(request, now)
         if routed is None:
-            return False
+            return
         generated = routed.generated
         self.booked_s.ended("stream", now - routed.routed_at)
         if generated:
@@ -158,11 +152,6 @@ class RequestTracker:
             known = self.estimates(now)
             if not isinstance(self.controller, Static):  # it learns nothing
                 self.controller.observe(now, self._e2e_sample(routed, known, now))
-        return True
-
-    def failed(self, request: str, now: int) -> bool:
-        """Record that a request lost its worker; return True if it had one."""
-        return self._release(request, now) is not None
 
     def book(self, gateway: str, bookings: Iterable[WorkerBookings], now: int) -> int:
         """Charge workers with another gateway's load; return prompts it sent since."""
@@ -218,7 +207,7 @@ class RequestTracker:
     def view(self, request: Request, index: PrefixIndex, now: int) -> FleetView:
         """Return the fleet as policies see it for this request."""
         columns, ids = self.state.columns, self.state.ids
-        held = self._held(request, index).rows  # unpacking an array takes three times as long
+        held = self._held(request, index)  # unpacking an array takes three times as long
         return FleetView(
             ids, columns.prefills, columns.decodes, columns.prefill_requests,
             columns.prefill_tokens, columns.prefill_pairs, columns.decode_requests,
@@ -229,7 +218,7 @@ class RequestTracker:
             version=columns.version, backlog=self.state.backlog, now=now,
         )  # fmt: skip
 
-    def _held(self, request: Request, index: PrefixIndex) -> Overlaps:
+    def _held(self, request: Request, index: PrefixIndex) -> NDArray[np.int64]:
         sizes = self.state.block_sizes
         if len(sizes) == 1:
             (size,) = sizes
@@ -238,8 +227,8 @@ class RequestTracker:
         for size in sizes:
             overlaps = index.overlaps(self.state.ids, request.keys_of(size))
             of_size = self.state.columns.block_size == size
-            np.copyto(rows, overlaps.rows, where=of_size)
-        return Overlaps(rows)
+            np.copyto(rows, overlaps, where=of_size)
+        return rows
 
     def _e2e_sample(self, routed: RoutedRequest, known: Estimates, now: int) -> E2ESample:
         if self._median_worker is None or self._median_worker.known is not known:
@@ -282,7 +271,8 @@ class RequestTracker:
             self.booked_s.ended("prompt", now - routed.routed_at)
         self.state.prefilled(routed, now)
 
-    def _release(self, request: str, now: int) -> RoutedRequest | None:
+    def release(self, request: str, now: int) -> RoutedRequest | None:
+        """Take a request from its workers, and return it; None if it was not routed."""
         if self._due_at:
             self._due_at.pop(request, None)
         routed = self.state.requests.get(request)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -476,10 +476,6 @@ class FleetState:
             self.columns.running[row] = report.running
             self.columns.waiting[row] = report.waiting
             self.columns.kv_usage[row] = report.kv_usage
-
-    def on(self, worker: str) -> Iterator[RoutedRequest]:
-        """Return the requests that decode on this worker."""
-        return (routed for routed in self.requests.values() if routed.decode == worker)
 
     def open_to(self, exclude: frozenset[str], eligible: frozenset[str] = frozenset()) -> Flags:
         """Return which workers a request may use, (workers,): `eligible`, or all not excluded."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -181,20 +180,6 @@ class ReturningWorkers:
                 del self._away[worker]
 
 
-class Assignment(NamedTuple):
-    """Workers assigned to a request."""
-
-    request: str
-    choice: Choice
-    uncached: int  # tokens of its prompt that are to be computed
-    priority: int | None = None  # priority sent to the workers; None for the client's own
-
-    @property
-    def route(self) -> Route:
-        """Return it as a `Route` for the driver."""
-        return Route(self.request, self.choice, self.priority)
-
-
 class WorkerAssigner:
     """Chooses workers for one request at a time, and charges them with it."""
 
@@ -213,7 +198,7 @@ class WorkerAssigner:
 
     def assign(
         self, waiting: QueuedRequest, router: Router, now: int, fleet: FleetView | None = None
-    ) -> Assignment | None:
+    ) -> Route | None:
         """Choose and charge workers; None if none can take the request."""
         request, capacity, state = waiting.request, self._admission.capacity, self._state
         own_streams = self._admission.activity.own_total
@@ -248,7 +233,7 @@ class WorkerAssigner:
         computes, known = choice.prefill or choice.decode, fleet.max_cached(request.prompt)
         self._cache_monitor.routed(computes, request, choice.cached, known, now)
         self._predict(request, choice, now)
-        return Assignment(request.id, choice, state.requests[request.id].uncached, sent_priority)
+        return Route(request.id, choice, sent_priority)
 
     def _shared(
         self, waiting: QueuedRequest, streams: NDArray[np.bool_], now: int

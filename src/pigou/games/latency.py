@@ -74,40 +74,13 @@ class LatencyLaw:
         if self.d:
             gaps = self.n_sat - n
             nears = np.maximum(gaps, self.floor)
-            values = values + self.d * nears**-self.beta + (nears - gaps) * self._pole_slope(nears)
-        return _float_or_array(values)
+            slopes = self.beta * self.d * nears ** (-self.beta - 1.0)
+            values = values + self.d * nears**-self.beta + (nears - gaps) * slopes
+        return float(values) if np.ndim(values) == 0 else values
 
-    @overload
-    def slope(self, n: float) -> float: ...
-    @overload
-    def slope(self, n: Floats) -> Floats: ...
-    def slope(self, n: float | Floats) -> float | Floats:
-        """Return the derivative f'(n), in seconds a request."""
-        n = np.asarray(n, dtype=np.float64)
-        near = np.maximum(self.n_sat - n, self.floor)
-        return _float_or_array(self.a + self._pole_slope(near))
-
-    @overload
-    def marginal(self, n: float) -> float: ...
-    @overload
-    def marginal(self, n: Floats) -> Floats: ...
-    def marginal(self, n: float | Floats) -> float | Floats:
-        """Return the seconds one more request adds for all: (n+1) f(n+1) - n f(n)."""
-        return _float_or_array(np.asarray(self(n + 1.0)) + self.toll(n))
-
-    @overload
-    def toll(self, n: float) -> float: ...
-    @overload
-    def toll(self, n: Floats) -> Floats: ...
-    def toll(self, n: float | Floats) -> float | Floats:
+    def toll(self, n: float) -> float:
         """Return the seconds one more request costs the `n` there: n (f(n+1) - f(n))."""
-        if isinstance(n, float):
-            return n * (self(n + 1.0) - self(n))
-        return _float_or_array(n * (np.asarray(self(n + 1.0)) - self(n)))
-
-    def _pole_slope(self, gap: Floats) -> Floats:
-        slope: Floats = self.beta * self.d * gap ** (-self.beta - 1.0)
-        return slope
+        return n * (self(n + 1.0) - self(n))
 
 
 def fit(n: ArrayLike, seconds: ArrayLike, weights: ArrayLike | None = None) -> LatencyLaw:
@@ -209,10 +182,6 @@ def _complaint(n: float, seconds: float, weight: float, held: float) -> str:
     if not (n >= 0 and seconds > 0 and math.isfinite(n + seconds)):
         return f"n={n}, seconds={seconds}: give n >= 0 and seconds > 0, both finite"
     return f"weight={weight}: give a number above 0, and at most 1"
-
-
-def _float_or_array(value: Floats | np.float64) -> float | Floats:
-    return float(value) if np.ndim(value) == 0 else np.asarray(value)
 
 
 def _law(bank: Bank, index: int, theta: Floats) -> LatencyLaw:

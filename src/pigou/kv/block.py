@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import count, repeat
 from typing import NamedTuple, TypeAlias
@@ -117,8 +117,3 @@ class KVLayout:
     def fingerprint(self) -> str:
         """Return a digest of all fields, 32 hexadecimal digits."""
         return hashlib.blake2b(repr(astuple(self)).encode(), digest_size=16).hexdigest()
-
-    def differences(self, other: KVLayout) -> list[str]:
-        """Return the fields that differ, each as `name: mine / theirs`."""
-        pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
-        return [f"{name}: {mine!r} / {theirs!r}" for name, mine, theirs in pairs if mine != theirs]

@@ -267,9 +267,7 @@ class PriorityFair(QueueOrder):
 
     def remove(self, waiting: QueuedRequest) -> None:
         """Remove a waiting request."""
-        band = self._bands.get(waiting.request.priority)
-        if band is not None:
-            band.remove(waiting)
+        self._band(waiting.request).remove(waiting)
 
     def first(self, now: int) -> QueuedRequest | None:
         """Return the next request, in O(priorities in use)."""
@@ -292,21 +290,19 @@ class PriorityFair(QueueOrder):
 
     def taken(self, waiting: QueuedRequest, uncached: int) -> None:
         """Charge the prompt of a routed request."""
-        band = self._bands.get(waiting.request.priority)
-        if band is not None:
-            band.taken(waiting, uncached)
+        self._band(waiting.request).taken(waiting, uncached)
 
     def served(self, request: Request, tokens: int) -> None:
         """Charge output tokens."""
-        band = self._bands.get(request.priority)
-        if band is not None:
-            band.served(request, tokens)
+        self._band(request).served(request, tokens)
 
     def underserved(self, waiting: QueuedRequest) -> bool:
         """True if the tenant is behind others waiting in this band."""
-        band = self._bands.get(waiting.request.priority)
-        return band is not None and band.underserved(waiting)
+        return self._band(waiting.request).underserved(waiting)
 
     def priority(self, waiting: QueuedRequest, above: bool) -> int | None:
         """Return the request's priority: tenants above their share yield within it."""
         return max(-_HIGHEST, min(2 * waiting.request.priority + above, _HIGHEST))
+
+    def _band(self, request: Request) -> Fair:
+        return self._bands.get(request.priority) or Fair(self.params)

@@ -80,10 +80,9 @@ class WorkerCapacity:
         self._total += need
         self._changed_at[choice.prefill or choice.decode] = now
 
-    def prefilled(self, worker: str | None, now: int) -> None:
+    def prefilled(self, worker: str, now: int) -> None:
         """Record that a worker finished or dropped a prompt."""
-        if worker is not None:
-            self._changed_at[worker] = now
+        self._changed_at[worker] = now
 
     def free(self, request: str) -> int:
         """Record a departure; return the tokens it had requested, 0 if unknown."""
@@ -117,15 +116,11 @@ class WorkerCapacity:
     def streams(self, state: FleetState, above: bool = False) -> Flags:
         """Return which workers can take one more stream, (workers,); read-only."""
         columns = state.columns
-        limits: Counts = columns.max_seqs
         if self._max_streams * (self._open_share if above else 1.0) > state.inflight:
             return columns.decodes  # any worker has room for all that there are
-        if self._max_streams:
-            limits = np.full(len(limits), self._max_streams)
-        elif self._limit is not None:
-            limits = self._limit.of(limits, state.ids)
-        elif not state.limited:
+        if not (self._max_streams or self._limit is not None or state.limited):
             return columns.decodes
+        limits = self._stream_limits(state)
         if above:
             limits = np.ceil(limits * self._open_share).astype(np.int64)
         flags: Flags = columns.decodes & ((limits == 0) | (columns.decode_requests < limits))
@@ -141,13 +136,16 @@ class WorkerCapacity:
 
     def max_streams(self, state: FleetState, unlimited: int) -> Counts:
         """Return the maximum of streams of each worker, `unlimited` if unknown."""
-        limits: Counts = state.columns.max_seqs
-        if self._max_streams:
-            limits = np.full(len(limits), self._max_streams)
-        elif self._limit is not None:
-            limits = self._limit.of(limits, state.ids)
+        limits = self._stream_limits(state)
         streams: Counts = np.where(limits > 0, limits, unlimited)
         return streams
+
+    def _stream_limits(self, state: FleetState) -> Counts:
+        """Return the maximum of streams of each worker, (workers,); 0 for no limit."""
+        limits: Counts = state.columns.max_seqs
+        if self._max_streams:
+            return np.full(len(limits), self._max_streams)
+        return limits if self._limit is None else self._limit.of(limits, state.ids)
 
     def max_tokens(self, state: FleetState) -> Counts:
         """Return the maximum of tokens of each worker, (workers,); 0 for no limit."""
@@ -176,14 +174,11 @@ class WorkerCapacity:
             total += int(state.peers.total[EXPECTED].sum())
         if total <= self._max_tokens * (self._open_share if above else 1.0):
             return all_workers(len(fleet.ids))  # any worker has room for all that there is
-        columns = state.columns
-        limits: Counts = columns.blocks * columns.block_size
-        if self._max_tokens:
-            limits = np.full(len(fleet.ids), self._max_tokens)
+        limits = self.max_tokens(state)
         if above:
             limits = np.ceil(limits * self._open_share).astype(np.int64)
-        empty = columns.decode_requests == 0
-        needed = self.tokens(state) + _need(request, fleet)
+        empty = state.columns.decode_requests == 0
+        needed = self.tokens(state) + request.prompt - fleet.resident(request.prompt) + output
         flags: Flags = (limits == 0) | empty | (needed <= limits)
         return flags
 
@@ -228,12 +223,6 @@ def fastest_ttft_s(request: Request, fleet: FleetView) -> float:
     uncached = request.prompt - fleet.cached(request.prompt).astype(np.float64)
     seconds = known.service(rows, uncached, request.prompt)
     return float(seconds.min())
-
-
-def _need(request: Request, fleet: FleetView) -> Counts:
-    output = int(fleet.output) * request.sequences
-    tokens: Counts = request.prompt - fleet.resident(request.prompt) + output
-    return tokens
 
 
 class ConcurrencyLimit:

@@ -107,12 +107,6 @@ class Estimates:
         """Return a copy with its own array."""
         return type(self)(self.table.copy(), self.links)
 
-    def learn(self, row: int, law: LatencyLaw) -> None:
-        """Set a worker's ITL law, with a slope of at least f(1) / 1000 per stream."""
-        for name in _LAW:
-            getattr(self, name)[row] = min(getattr(law, name), _FAR)
-        self.a[row] = max(self.a[row], MIN_SLOPE * law(1.0))
-
     @property
     def link_table(self) -> LinkTable:
         """Factors of the links between hosts."""
@@ -126,10 +120,6 @@ class Estimates:
         pole = self.d[rows] * near**-beta * (1.0 + (near - gap) * beta / near)
         itl: Numbers = self.a[rows] * n + self.b[rows] + pole
         return itl
-
-    def law(self, row: int) -> LatencyLaw:
-        """Return a worker's ITL law."""
-        return LatencyLaw(*(float(getattr(self, name)[row]) for name in _LAW))
 
     def service(
         self, rows: NDArray[np.integer], tokens: Numbers, prompt: float | Numbers

@@ -84,6 +84,7 @@ class ThroughputSampler:
     def __init__(self) -> None:
         self._decoding: list[int] = []
         self._sums: list[_Sums] = []
+        #: tokens after the first ones of streams, (workers,)
         self.tokens: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._pending: list[list[ThroughputSample]] = []
         self._advanced_at: list[int] = []
@@ -133,10 +134,6 @@ class ThroughputSampler:
     def change_streams(self, row: int, change: int) -> None:
         """Add or remove decoding streams, after `advance`."""
         self._decoding[row] += change
-
-    def add_tokens(self, row: int, tokens: int) -> None:
-        """Count tokens after the first ones of streams."""
-        self.tokens[row] += tokens
 
     def add_prompt(self, row: int, tokens: float, seconds: float) -> None:
         """Add a prompt computed in `seconds`, beside streams if any."""

@@ -98,11 +98,6 @@ class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     chosen: bool = False
     reason: str = ""  # why, or why not
 
-    @property
-    def net(self) -> float:
-        """Value minus price."""
-        return self.value - self.price
-
 
 class PlannerDecision(Message, frozen=True, kw_only=True):
     """Actions of one tick and their explanation."""

@@ -78,39 +78,6 @@ class TableArrays(NamedTuple):
     totals: Counts  # int64, shape (5,), by the names above
 
 
-class Overlaps:
-    """Cached prefix length per worker, by each block's best tier; `rows` is (4, workers)."""
-
-    __slots__ = ("rows",)
-
-    def __init__(self, rows: Counts) -> None:
-        self.rows = rows  # cut when asked for: four views take as long as a short walk
-
-    @property
-    def device(self) -> Counts:
-        """Blocks in device memory, shape (workers,)."""
-        row: Counts = self.rows[ON_DEVICE]
-        return row
-
-    @property
-    def host(self) -> Counts:
-        """Blocks in host memory but not on the device."""
-        row: Counts = self.rows[ON_HOST]
-        return row
-
-    @property
-    def storage(self) -> Counts:
-        """Blocks in storage only."""
-        row: Counts = self.rows[ON_STORAGE]
-        return row
-
-    @property
-    def run(self) -> Counts:
-        """Prefix length in blocks, in any tier."""
-        row: Counts = self.rows[RUN]
-        return row
-
-
 class HolderTable:
     """Maps keys to workers and tiers, one bit each; workers are numbered from 0."""
 
@@ -130,12 +97,6 @@ class HolderTable:
         """Number of distinct keys."""
         return int(self._totals[ROWS])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays."""
-        rows, slots, duplicates, _ = self.arrays
-        return rows.nbytes + slots.nbytes + duplicates.nbytes
-
     def admit(self, worker: int) -> None:
         """Grow the table for a worker's bits."""
         words = self.words
@@ -151,11 +112,11 @@ class HolderTable:
         self.reserve(len(gained), int(np.bitwise_or.reduce(gained[:, CHANGED_MEDIA])))
         _change_holders(self.arrays, worker, gained, lost)
 
-    def overlaps(self, workers: Counts, keys: BlockKeys) -> Overlaps:
-        """Return how much of a chain, shape (blocks,), each of these workers holds."""
+    def overlaps(self, workers: Counts, keys: BlockKeys) -> Counts:
+        """Return the blocks of a chain (blocks,) that workers hold, (4, workers), by `RUN` etc."""
         out = np.empty((4, len(workers)), dtype=np.int64)
         _walk(self.arrays[0], self.arrays[1], keys, workers, self._planes, self._runs, out)
-        return Overlaps(out)
+        return out
 
     def reserve(self, keys: int, media: int) -> None:
         """Reserve rows for new keys, each in all of these tiers (bits)."""

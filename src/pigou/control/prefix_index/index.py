@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 from pigou.config import check_bounds
 from pigou.control.prefix_index.block_keys import chain
 from pigou.control.prefix_index.hash_slots import Words
-from pigou.control.prefix_index.holder_table import UNKNOWN_WORKER, HolderTable, Overlaps
+from pigou.control.prefix_index.holder_table import RUN, UNKNOWN_WORKER, HolderTable
 from pigou.control.prefix_index.worker_cache import Ghosts, WorkerCache, WorkerCacheStats
 from pigou.control.prefix_index.worker_entries import (
     DEVICE_BIT,
@@ -75,7 +75,7 @@ class PrefixIndex:
     Example:
         index = PrefixIndex()
         index.apply("w0", [Stored((7, 8), None, tuple(range(32)), 16)])
-        index.overlaps(("w0", "w1"), chain(range(32), 16)).run  # [2, 0]
+        index.overlaps(("w0", "w1"), chain(range(32), 16))[RUN]  # [2, 0]
     """
 
     def __init__(
@@ -116,11 +116,9 @@ class PrefixIndex:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        return (
-            self._ghosts.nbytes
-            + self._table.nbytes
-            + sum(cache.nbytes for cache in self._caches.values())
-        )
+        entries = [e for c in self._caches.values() for e in (c.holdings, c.predictions)]
+        parts: list[HolderTable | Ghosts | WorkerEntries] = [self._table, self._ghosts, *entries]
+        return sum(array.nbytes for part in parts for array in part.arrays)
 
     def apply(self, worker: str, events: Iterable[KVEvent | WireEvent | KeyedEvent]) -> None:
         """Apply a worker's events in order, from the wire or a simulated core."""
@@ -207,10 +205,13 @@ class PrefixIndex:
 
     def overlap(self, worker: str, keys: BlockKeys) -> int:
         """Return how many leading blocks of a chain the worker holds, in any tier."""
-        return int(self.overlaps((worker,), keys).run[0])
+        return int(self.overlaps((worker,), keys)[RUN, 0])
 
-    def overlaps(self, workers: Sequence[str], keys: BlockKeys) -> Overlaps:
-        """Return how many leading blocks of a chain each worker holds, by tier."""
+    def overlaps(self, workers: Sequence[str], keys: BlockKeys) -> NDArray[np.int64]:
+        """Return how many leading blocks of a chain each worker holds, (4, workers).
+
+        Rows are the blocks by their best tier, and the whole run (`holder_table.RUN`).
+        """
         if workers is self._last_ids:  # hashing many names takes longer than a short walk
             order = self._last_order
         else:

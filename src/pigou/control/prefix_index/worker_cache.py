@@ -101,11 +101,6 @@ class Ghosts:
         self.capacity = 0  # blocks that it has room for
         self._zeros: Rates = np.zeros(0)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays."""
-        return GhostArrays(*self.arrays).blocks.nbytes
-
     def admit(self, worker: int) -> None:
         """Start to count for a worker."""
         blocks, counts = self.arrays
@@ -162,11 +157,6 @@ class WorkerCache:
     def evicted(self) -> int:
         """Blocks dropped for the limits."""
         return self.holdings.evicted + self.predictions.evicted
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays."""
-        return self.holdings.nbytes + self.predictions.nbytes
 
     @property
     def stats(self) -> WorkerCacheStats:

@@ -94,12 +94,6 @@ class WorkerEntries:
         return self.counts.item(EVICTED)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays."""
-        links, names, values, slots, _ = self.arrays
-        return links.nbytes + names.nbytes + values.nbytes + slots.nbytes
-
-    @property
     def keys(self) -> Words:
         """Router keys, 0 if unknown, (entries + 1,)."""
         return EntryArrays(*self.arrays).values

@@ -62,7 +62,8 @@ class ArrivalRate(CalibratedPredictor):
     def __init__(self, params: ArrivalParams | None = None) -> None:
         super().__init__(params)
         own = self.params
-        self._threshold = math.log(2.0 * (own.bins - 1) * own.false_alarm_s / own.bin_s)
+        #: ratio h of a changed rate, in nats
+        self.threshold = math.log(2.0 * (own.bins - 1) * own.false_alarm_s / own.bin_s)
         self._counts: list[float] = []
         self._seconds: list[float] = []
         self._next_s = own.bin_s
@@ -70,11 +71,6 @@ class ArrivalRate(CalibratedPredictor):
         self._effective_s = 0.0
         self._dispersion = Dispersion()
         self.alarms = 0  # changes so far
-
-    @property
-    def threshold(self) -> float:
-        """The ratio h of a changed rate, in nats."""
-        return self._threshold
 
     @property
     def dispersion(self) -> float:
@@ -139,7 +135,7 @@ class ArrivalRate(CalibratedPredictor):
     def _change(self) -> int:
         """Return the first bin of a new rate; 0 without a change."""
         total, span = math.fsum(self._counts), math.fsum(self._seconds)
-        limit, change = self._threshold * self.dispersion, 0
+        limit, change = self.threshold * self.dispersion, 0
         older = seconds = 0.0
         for split in range(1, len(self._counts)):
             older += self._counts[split - 1]
