@@ -93,7 +93,7 @@ def wrong(error: Exception, kind: type[msgspec.Struct], values: Any) -> str:
     hint, value = _at(field, kind, values)
     if text.startswith("Object "):
         keyed = isinstance(hint, type) and issubclass(hint, msgspec.Struct)
-        text += f"; its keys are: {', '.join(hint.__struct_fields__)}" if keyed else ""
+        text += f"; its keys are: {', '.join(hint.__struct_fields__) or 'none'}" if keyed else ""
     elif text.startswith("Invalid enum value"):
         choices = get_args(hint) or [member.value for member in hint]
         return f"{field} is {value!r}; give one of: {', '.join(map(str, choices))}"

@@ -26,6 +26,10 @@ BlockKeys: TypeAlias = NDArray[np.uint64]
 Ints: TypeAlias = NDArray[np.int32]
 #: Nanoseconds.
 Nanos: TypeAlias = NDArray[np.int64]
+#: Counts, flags, and real numbers, mostly one per worker.
+Counts: TypeAlias = NDArray[np.int64]
+Flags: TypeAlias = NDArray[np.bool_]
+Shares: TypeAlias = NDArray[np.float64]
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 #: Writable, as all other keys are: kernels are compiled anew for arrays that are not.

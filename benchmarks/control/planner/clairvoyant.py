@@ -14,6 +14,7 @@ run in the simulator, which says what they attain.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
@@ -248,3 +249,19 @@ def _leaves(worker: str, order: PlannedOrder, pools: Mapping[str, PoolWindow]) -
     if not order.target:
         return DrainWorker(worker)
     return FlipRole(worker, pools[order.target].role, order.target)
+
+
+def fewest_workers(
+    model: PerformanceModel, role: Role, rps: float, mix: RequestMix, slo: Slo, share: float
+) -> int | None:
+    """Return the fewest workers that keep the objective; None if no number does."""
+    if rps <= 0:
+        return 0
+    if model.limit_rps(role, 64, mix, slo, share) <= 0:
+        return None
+    high = 1
+    while model.limit_rps(role, high, mix, slo, share) < rps:
+        high *= 2
+    return bisect_left(
+        range(high), rps, lo=high // 2, key=lambda n: model.limit_rps(role, n, mix, slo, share)
+    )

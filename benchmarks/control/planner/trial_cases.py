@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.control.planner.clairvoyant import ForeseenPool, Foresight
+from benchmarks.control.planner.clairvoyant import ForeseenPool, Foresight, fewest_workers
 from benchmarks.control.planner.planner_loads import (
     Demand,
     LoadPart,
@@ -134,7 +134,7 @@ class DrawnModel:
         slo = Slo.parse(self.trial.slo)
         rps, mix = float(self.demand.rps[:_FIRST_STEPS].mean()), self.demand.mixes[0]
         start = tuple(
-            max(pool.model.workers_for(pool.role, rps, mix, slo, slo.share) or 1, 1)
+            max(fewest_workers(pool.model, pool.role, rps, mix, slo, slo.share) or 1, 1)
             for pool in pools
         )
         top = self.trial.fleet.max_workers

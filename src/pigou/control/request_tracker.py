@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
+from msgspec.structs import astuple
 from numpy.typing import NDArray
 
 from pigou.control.latency_model.estimates import Estimates, MedianWorker
@@ -22,6 +24,8 @@ from pigou.request import SECOND, Request, Worker
 
 #: Nanoseconds between two fits of the latency model to the streams.
 _FIT_EVERY = SECOND // 2
+#: Fields of `Columns` come first: types cannot tell how many.
+_fleet_view: Any = FleetView
 
 
 class RequestTracker:
@@ -206,17 +210,15 @@ class RequestTracker:
 
     def view(self, request: Request, index: PrefixIndex, now: int) -> FleetView:
         """Return the fleet as policies see it for this request."""
-        columns, ids = self.state.columns, self.state.ids
+        ids = self.state.ids
         held = self._held(request, index)  # unpacking an array takes three times as long
-        return FleetView(
-            ids, columns.prefills, columns.decodes, columns.prefill_requests,
-            columns.prefill_tokens, columns.prefill_pairs, columns.decode_requests,
-            columns.decode_tokens, columns.served, columns.running, columns.waiting,
-            columns.kv_usage, held[RUN], held[ON_DEVICE], held[ON_HOST], held[ON_STORAGE],
-            index.recomputed_share(ids), columns.block_size, columns.blocks, self.estimates(now),
-            self.latency_model.outputs.expected(request.max_tokens), columns.layout,
-            version=columns.version, backlog=self.state.backlog, now=now,
+        fleet: FleetView = _fleet_view(
+            *astuple(self.state.columns), ids, held[RUN], held[ON_DEVICE], held[ON_HOST],
+            held[ON_STORAGE], index.recomputed_share(ids), self.estimates(now),
+            self.latency_model.outputs.expected(request.max_tokens), backlog=self.state.backlog,
+            now=now,
         )  # fmt: skip
+        return fleet
 
     def _held(self, request: Request, index: PrefixIndex) -> NDArray[np.int64]:
         sizes = self.state.block_sizes

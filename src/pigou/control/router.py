@@ -23,9 +23,9 @@ from pigou.control.routing.policy import (
 from pigou.control.routing.remote_kv_fetch import fetch_of, price_fetches
 from pigou.control.routing.selection import Pick, select
 from pigou.control.routing.toll.policy import Toll
-from pigou.control.routing.view import Candidates, Counts, FleetView, RemoteFetches
+from pigou.control.routing.view import Candidates, FleetView, RemoteFetches
 from pigou.control.state import both
-from pigou.request import Request
+from pigou.request import Counts, Flags, Request
 
 Costs = NDArray[np.float64]
 TEMPERATURE = "temperature"
@@ -37,7 +37,6 @@ PREFILL_CHOICES = 4
 RACK_CHOICES = 8
 #: Sets of pairs that are remembered; more are forgotten all at once.
 _SETS = 256
-Flags = NDArray[np.bool_]
 Rows = NDArray[np.integer]
 _NOBODY: Rows = np.zeros(0, dtype=np.int64)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel
 from pigou.control.latency_model.estimates import pairs
@@ -23,15 +21,11 @@ from pigou.control.peers.bookings import (
     STREAMS,
     PeerLedger,
 )
-from pigou.request import NEVER, Request, Worker
-
-Counts = NDArray[np.int64]
-Flags = NDArray[np.bool_]
+from pigou.request import NEVER, Counts, Flags, Request, Shares, Worker
 
 #: Stands for the row of a worker that is gone.
 GONE = -1
 _MIN_SLOTS = 256
-Shares = NDArray[np.float64]
 _KINDS: dict[str, type] = {"Flags": np.bool_, "Counts": np.int64, "Shares": np.float64}
 #: Columns that say how much a worker has to do, as the status API shows them.
 LOADS = (
@@ -235,40 +229,31 @@ def both(first: Flags, second: Flags) -> Flags:
     return second if first is everywhere else first & second
 
 
-@dataclass(slots=True)
-class Columns:
-    """One entry per worker, (workers,) each; names as in `FleetView`.
+class Columns(msgspec.Struct, eq=False):
+    """One entry per worker, (workers,) each."""
 
-    `over_expected_tokens` are those above the expectation at routing, `pending_prefill_tokens`
-    those to compute, `background_...` those overtaken by priorities up to 0. 0 means unknown in
-    `max_seqs`, `layout` and `version`.
-    """
-
-    prefills: Flags
-    decodes: Flags
-    block_size: Counts
-    blocks: Counts
-    max_seqs: Counts
-    prefill_requests: Counts
-    prefill_tokens: Counts
-    prefill_pairs: Counts
-    background_requests: Counts
+    prefills: Flags  # True if it does remote prefill
+    decodes: Flags  # True if it decodes
+    block_size: Counts  # tokens in a block
+    blocks: Counts  # device KV blocks, 0 if unknown
+    max_seqs: Counts  # maximum of streams, 0 if unknown
+    prefill_requests: Counts  # prompts pending or under prefill
+    prefill_tokens: Counts  # uncached tokens of these
+    prefill_pairs: Counts  # attention pairs of these tokens
+    background_requests: Counts  # prompts of these that priorities up to 0 overtake
     background_tokens: Counts
     background_pairs: Counts
-    decode_requests: Counts
-    decode_tokens: Counts
-    over_expected_tokens: Counts
-    pending_prefill_tokens: Counts
-    decoding: Counts
-    served: Counts
-    running: Shares
-    waiting: Shares
-    kv_usage: Shares
-    layout: Counts
-    version: Counts
-
-
-_NAMES = tuple(field.name for field in fields(Columns))
+    decode_requests: Counts  # streams running or about to
+    decode_tokens: Counts  # tokens of these, prompt and output
+    over_expected_tokens: Counts  # tokens of these above the expectation at routing
+    pending_prefill_tokens: Counts  # tokens of these still to compute
+    decoding: Counts  # streams with a computed prompt
+    served: Counts  # total of requests sent to decode
+    running: Shares  # requests running, as reported
+    waiting: Shares  # requests waiting, as reported
+    kv_usage: Shares  # share of KV blocks in use, 0 to 1, as reported
+    layout: Counts  # cache layout by number; equal ones may fetch from each other, 0 from none
+    version: Counts  # deployment version by number; KV moves between workers of one alone
 
 
 class FleetState:
@@ -296,7 +281,10 @@ class FleetState:
         #: load of other gateways on the workers; also in the columns
         self.peers = PeerLedger()
         self.columns = Columns(
-            **{field.name: np.zeros(0, dtype=_KINDS[str(field.type)]) for field in fields(Columns)}
+            **{
+                name: np.zeros(0, dtype=_KINDS[kind])
+                for name, kind in Columns.__annotations__.items()
+            }
         )
 
     def up(self, worker: Worker) -> None:
@@ -306,7 +294,7 @@ class FleetState:
             row = self.row[worker.id] = len(self.workers)
             self.workers.append(worker)
             self.backlog.up()
-            for name in _NAMES:
+            for name in Columns.__struct_fields__:
                 column = getattr(self.columns, name)
                 setattr(self.columns, name, np.append(column, column.dtype.type(0)))
             self.add_booked(row, self.peers.up(worker.id).tolist())
@@ -360,7 +348,7 @@ class FleetState:
         del self.workers[row]
         self._name()
         self.row = {worker_id: index for index, worker_id in enumerate(self.ids)}
-        for name in _NAMES:
+        for name in Columns.__struct_fields__:
             setattr(self.columns, name, np.delete(getattr(self.columns, name), row))
         return row
 

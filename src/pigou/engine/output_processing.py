@@ -36,13 +36,12 @@ from pigou.engine.token_eviction import take_scores
 from pigou.kv.block_pool import (
     FREE,
     REFS,
-    Counts,
     PoolArrays,
     cache_full_blocks,
     claim,
     link_after,
 )
-from pigou.request import BlockHashes, FinishReason, Ints
+from pigou.request import BlockHashes, Counts, FinishReason, Ints
 
 
 @bare_kernel

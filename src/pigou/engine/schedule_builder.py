@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from pigou.engine.block_table import (
     ENTRY_COUNT,
@@ -19,9 +18,7 @@ from pigou.engine.block_table import (
     WORK_ROWS,
 )
 from pigou.engine.plan import Load, Plan, Recomputation, Started
-from pigou.request import Ints
-
-Flags = NDArray[np.bool_]
+from pigou.request import Flags, Ints
 
 _NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel, inlined
 from pigou.kv.block import IntegrityError
-from pigou.request import BlockHashes, Ints
+from pigou.request import BlockHashes, Counts, Ints
 
 #: Columns of `meta`: reference count; neighbours in the free queue; parent, first child and
 #: siblings in the forest of cached blocks.
@@ -26,7 +25,6 @@ HIGH, LOW = range(2)
 #: (keeps its loads from being optimised away).
 FREE, CACHED, FILLED, PREFETCHED = range(4)
 
-Counts = NDArray[np.int64]
 #: `meta`, `keys`, `slots`, `counts`, and `removed` (blocks, 2): hashes removed by kernels.
 PoolArrays: TypeAlias = tuple[Ints, BlockHashes, Ints, Counts, BlockHashes]
 

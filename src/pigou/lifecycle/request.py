@@ -207,11 +207,9 @@ class RequestLifecycle(msgspec.Struct, eq=False):
         ):
             leave = (*leave, ReportDeaths(suspicion.deaths, suspicion.suspect))
             if suspicion.suspect:
-                self._enter(_ENDED)
-                return (*leave, EndRequest(RequestOutcome.SUSPECT, failure.reason))
+                return self._end(leave, RequestOutcome.SUSPECT, failure.reason)
         if self.failures == MAX_FAILURES or self.moves == MAX_MOVES:
-            self._enter(_ENDED)
-            return (*leave, EndRequest(RequestOutcome.GAVE_UP, failure.reason))
+            return self._end(leave, RequestOutcome.GAVE_UP, failure.reason)
         if failure.complete:
             return (*leave, CompleteStream(self._enter(_COMPLETION)))
         return (*leave, *self._submit(failure.reason))
@@ -224,39 +222,39 @@ class RequestLifecycle(msgspec.Struct, eq=False):
         self.moves += 1
         self.excluded = frozenset({recall.worker})
         if self.moves == MAX_MOVES:
-            self._enter(_ENDED)
-            return (*leave, EndRequest(RequestOutcome.GAVE_UP, RECALLED))
+            return self._end(leave, RequestOutcome.GAVE_UP, RECALLED)
         return (*leave, *self._submit(RECALLED))
 
     def _shed(self, shed: Shed, _: int) -> Effects:
         """It waited too long, in the admission queue or inside a worker."""
         if self.state is not _ADMISSION and (self.begun or self.state not in _LEGS):
             return ()
-        return self._end(RequestOutcome.SHED, shed.reason, shed)
+        return self._end(self._stop(), RequestOutcome.SHED, shed.reason, shed)
 
     def _request_refused(self, event: RequestRefused, _: int) -> Effects:
         if event.leg != self.leg:
             return ()
-        leave = self._leave()
-        self._enter(_ENDED)
-        return (*leave, EndRequest(RequestOutcome.REFUSED, event.reason))
+        return self._end(self._leave(), RequestOutcome.REFUSED, event.reason)
 
-    def _client_left(self, _: ClientLeft, __: int) -> Effects:
-        return self._end(RequestOutcome.CLIENT_LEFT)
-
-    def _client_timed_out(self, _: ClientTimedOut, __: int) -> Effects:
-        return self._end(RequestOutcome.CLIENT_TIMED_OUT)
+    def _client_gone(self, event: ClientLeft | ClientTimedOut, _: int) -> Effects:
+        left = type(event) is ClientLeft
+        outcome = RequestOutcome.CLIENT_LEFT if left else RequestOutcome.CLIENT_TIMED_OUT
+        return self._end(self._stop(), outcome)
 
     def _leave(self) -> Effects:
         """Take it from its workers; report a prompt that was not computed to the control plane."""
         if self.state is _PREFILL:
             return (PrefillDone(self.id, False), StopLeg(self.leg))
+        return self._stop()
+
+    def _stop(self) -> Effects:
         return (StopLeg(self.leg),) if self.state in _LEGS else ()
 
-    def _end(self, outcome: RequestOutcome, reason: str = "", shed: Shed | None = None) -> Effects:
-        stop = (StopLeg(self.leg),) if self.state in _LEGS else ()
+    def _end(
+        self, before: Effects, outcome: RequestOutcome, reason: str = "", shed: Shed | None = None
+    ) -> Effects:
         self._enter(_ENDED)
-        return (*stop, EndRequest(outcome, reason, shed))
+        return (*before, EndRequest(outcome, reason, shed))
 
     def _enter(self, state: RequestState) -> int:
         self.state = state
@@ -280,6 +278,6 @@ _HANDLERS: dict[type, Callable[[RequestLifecycle, Any, int], Effects]] = {
     StreamFinished: RequestLifecycle._stream_finished,
     LegFailed: RequestLifecycle._leg_failed,
     RequestRefused: RequestLifecycle._request_refused,
-    ClientLeft: RequestLifecycle._client_left,
-    ClientTimedOut: RequestLifecycle._client_timed_out,
+    ClientLeft: RequestLifecycle._client_gone,
+    ClientTimedOut: RequestLifecycle._client_gone,
 }

@@ -261,26 +261,6 @@ class PerformanceModel:
         chunks = math.ceil(mix.computed / self.chunk_tokens)
         return self.service_s(mix) + chunks * self.itl_at(streams, mix)
 
-    def workers_for(
-        self, role: Role, rps: float, mix: RequestMix, slo: Slo, share: float
-    ) -> int | None:
-        """Return the fewest workers that keep the objective; None if no number does."""
-        if rps <= 0:
-            return 0
-        if self.limit_rps(role, 1, mix, slo, share) <= 0:
-            many = self.limit_rps(role, 64, mix, slo, share)
-            if many <= 0:
-                return None
-        high = 1
-        while self.limit_rps(role, high, mix, slo, share) < rps:
-            high *= 2
-        low = high // 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            enough = self.limit_rps(role, middle, mix, slo, share) >= rps
-            low, high = (low, middle) if enough else (middle, high)
-        return high
-
     def _prefill_limit(
         self, workers: int, mix: RequestMix, ttft_s: float, share: float, service: float,
         step: float = _LIMIT_STEP,

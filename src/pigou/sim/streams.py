@@ -8,11 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel, inlined
-from pigou.request import SECOND, Ints, Nanos
+from pigou.request import SECOND, Counts, Flags, Ints, Nanos
 from pigou.sim.request_run import Leg
 
-Flags = NDArray[np.bool_]
-Counts = NDArray[np.int64]
 #: Classes of gaps in an octave: a gap is known to 1 part in 2,048 at worst.
 FINE = 1024
 #: Classes in all: those of 1 nanosecond to 2^63.

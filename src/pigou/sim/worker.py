@@ -14,9 +14,9 @@ from pigou.engine.checks import QueueFull, RequestTooLarge
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Effects, Plan, Result
 from pigou.kv.tiers import Tiers
-from pigou.request import Ints, KVEvent, Nanos, Request
+from pigou.request import Counts, Ints, KVEvent, Nanos, Request
 from pigou.sim.request_run import Leg, Listener
-from pigou.sim.streams import Counts, ITLHistogram, Streams
+from pigou.sim.streams import ITLHistogram, Streams
 from pigou.sim.tiers import TierLinks
 from pigou.sim.timing import StepKeys, Timing, step_end_times, varies
 from pigou.sim.virtual_clock import Clock, Event, Inbox, Phase

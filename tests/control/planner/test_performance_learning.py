@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.control.planner.clairvoyant import fewest_workers
 from pigou.games.latency import LatencyLaw
 from pigou.objectives import ProvisioningTimes, Slo
 from pigou.performance.learning import (
@@ -139,7 +140,7 @@ def test_slow_first_passes_of_a_new_worker_change_nothing() -> None:
             corrections.observe(seen, seen.pools[0], TRUTH, MIX, None, None)
         model = learner.model
         factors = (corrections.prefill_factor, corrections.decode_factor)
-        counts = [model.workers_for(role, 40.0, MIX, slo, 0.95) for role in Role]
+        counts = [fewest_workers(model, role, 40.0, MIX, slo, 0.95) for role in Role]
         wanted.append((counts, factors))
     assert wanted[0] == wanted[1]
 
@@ -250,8 +251,8 @@ def test_queueing_adds_prefill_workers() -> None:
     """Dynamo's min(1, c_p) never does."""
     slower = TRUTH.corrected(1.0, 1.0, 2.0)
     slo = Slo(ttft_s=1.5)
-    with_waits = slower.workers_for(Role.PREFILL, 20.0, MIX, slo, 0.95)
-    without = TRUTH.workers_for(Role.PREFILL, 20.0, MIX, slo, 0.95)
+    with_waits = fewest_workers(slower, Role.PREFILL, 20.0, MIX, slo, 0.95)
+    without = fewest_workers(TRUTH, Role.PREFILL, 20.0, MIX, slo, 0.95)
     assert with_waits is not None
     assert without is not None
     assert with_waits > without

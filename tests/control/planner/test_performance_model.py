@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.lib.examples import examples
 
+from benchmarks.control.planner.clairvoyant import fewest_workers
 from pigou.games.latency import LatencyLaw
 from pigou.objectives import Slo
 from pigou.performance.model import PerformanceModel, joint_share
@@ -68,7 +69,7 @@ def test_the_limit_is_where_latency_meets_the_objective(
 def test_the_fewest_workers_keep_the_load_and_one_less_does_not(
     role: Role, rps: float, share: float
 ) -> None:
-    workers = MODEL.workers_for(role, rps, MIX, SLO, share)
+    workers = fewest_workers(MODEL, role, rps, MIX, SLO, share)
     assert workers is not None
     assert MODEL.limit_rps(role, workers, MIX, SLO, share) >= rps
     if workers > 1:
@@ -88,9 +89,9 @@ def test_at_the_limit_of_a_share_that_share_is_inside(
 
 
 def test_no_number_of_workers_keeps_what_one_request_alone_breaks() -> None:
-    assert MODEL.workers_for(Role.PREFILL, 1.0, MIX, Slo(ttft_s=0.2), 0.95) is None
-    assert MODEL.workers_for(Role.DECODE, 1.0, MIX, Slo(itl_s=0.005), 0.95) is None
-    assert MODEL.workers_for(Role.DECODE, 0.0, MIX, SLO, 0.95) == 0
+    assert fewest_workers(MODEL, Role.PREFILL, 1.0, MIX, Slo(ttft_s=0.2), 0.95) is None
+    assert fewest_workers(MODEL, Role.DECODE, 1.0, MIX, Slo(itl_s=0.005), 0.95) is None
+    assert fewest_workers(MODEL, Role.DECODE, 0.0, MIX, SLO, 0.95) == 0
 
 
 def test_streams_deviate_as_those_of_the_exact_station_do() -> None:

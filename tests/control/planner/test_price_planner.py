@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.control.planner.fluid_fleet import MIX, PREFILL, FluidFleet, FluidPool
 from tests.lib.examples import examples
 
+from benchmarks.control.planner.clairvoyant import fewest_workers
 from pigou.config import ConfigError
 from pigou.control.planner.messages import (
     Action,
@@ -109,7 +110,7 @@ def test_at_constant_load_moves_are_finite_and_the_objective_is_kept(
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
         assert PREFILL.limit_rps(role, own.counts[name], mix, SLO, share) >= rps
         assert own.counts[name] <= 2 + 1.3 * math.ceil(
-            PREFILL.workers_for(role, rps, mix, SLO, share) or 1
+            fewest_workers(PREFILL, role, rps, mix, SLO, share) or 1
         )
 
 
@@ -177,7 +178,7 @@ def test_pending_capacity_counts(start_up_s: float) -> None:
     added = sum(a.count for _, a in own.moves if isinstance(a, AddWorkers))
     share = joint_share(SLO)
     wanted = sum(
-        PREFILL.workers_for(role, 10.5, MIX, SLO, share) or 0
+        fewest_workers(PREFILL, role, 10.5, MIX, SLO, share) or 0
         for role in (Role.PREFILL, Role.DECODE)
     )
     assert added == wanted - 2

@@ -10,7 +10,8 @@ import numpy as np
 from pigou.config import check_fields
 from pigou.control.routing.policy import MAX_WEIGHT, Costs, RequestView
 from pigou.control.routing.pool_policy import Pool, PoolPolicy, Rows, pending
-from pigou.control.routing.view import Counts, Flags, FleetView
+from pigou.control.routing.view import FleetView
+from pigou.request import Counts, Flags
 
 
 class AibrixPrefixParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -17,7 +17,8 @@ from pigou.control.routing.policy import (
     load,
     total,
 )
-from pigou.control.routing.view import Candidates, Flags, FleetView
+from pigou.control.routing.view import Candidates, FleetView
+from pigou.request import Flags
 
 
 class ConditionalDisaggregationParams(

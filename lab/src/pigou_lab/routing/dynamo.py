@@ -21,7 +21,8 @@ from pigou.control.routing.policy import (
     override,
 )
 from pigou.control.routing.pool_policy import Pool, PoolPolicy, Rows
-from pigou.control.routing.view import Candidates, Counts, Flags, FleetView
+from pigou.control.routing.view import Candidates, FleetView
+from pigou.request import Counts, Flags
 from pigou_lab.routing.conditional_disaggregation import (
     ConditionalDisaggregation,
     ConditionalDisaggregationParams,

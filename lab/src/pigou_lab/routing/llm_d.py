@@ -20,7 +20,8 @@ from pigou.control.routing.pool_policy import (
     Rows,
     pending,
 )
-from pigou.control.routing.view import Candidates, Flags, FleetView
+from pigou.control.routing.view import Candidates, FleetView
+from pigou.request import Flags
 from pigou_lab.routing.conditional_disaggregation import (
     ConditionalDisaggregation,
     ConditionalDisaggregationParams,

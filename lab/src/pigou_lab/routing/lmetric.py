@@ -9,7 +9,8 @@ import numpy as np
 
 from pigou.control.routing.policy import Costs, RequestView
 from pigou.control.routing.pool_policy import Pool, PoolPolicy, Rows, pending
-from pigou.control.routing.view import Counts, FleetView
+from pigou.control.routing.view import FleetView
+from pigou.request import Counts
 
 
 class LMetricParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -29,8 +29,8 @@ from pigou.control.messages import Choice, Queue, Shed
 from pigou.control.peers.allowance import StreamAllowance, TokenCharges
 from pigou.control.peers.bookings import TenantService
 from pigou.control.routing.view import FleetView
-from pigou.control.state import Counts, FleetState, StreamSlots
-from pigou.request import NEVER, SECOND, Request
+from pigou.control.state import FleetState, StreamSlots
+from pigou.request import NEVER, SECOND, Counts, Request
 
 #: A worker that failed a request is tried again for it after this time, if no other can serve.
 EXCLUDED_FOR = SECOND

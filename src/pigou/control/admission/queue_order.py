@@ -8,8 +8,8 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds
-from pigou.registry import named
+from pigou.config import check_bounds
+from pigou.registry import named, read_struct
 from pigou.request import NEVER, SECOND, Request
 
 GROUP = "pigou.admission"
@@ -29,19 +29,8 @@ def load(chosen: Mapping[str, Any]) -> QueueOrder:
     values = dict(chosen)
     name = values.pop(NAME, None)
     kind = named(GROUP, name, "admission order")
-    try:
-        params = msgspec.convert(values, kind.Params, strict=False)
-    except msgspec.ValidationError as error:
-        known = ", ".join(kind.Params.__struct_fields__) or "none"
-        raise ConfigError(
-            f"admission order {name!r}: {_lower(str(error))}; its parameters: {known}"
-        ) from None
-    order: QueueOrder = kind(params)
+    order: QueueOrder = kind(read_struct(f"admission order {name}", kind.Params, values))
     return order
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
 
 
 class QueueOrder:

@@ -14,10 +14,7 @@ from pigou.control.messages import Choice, LoadReport
 from pigou.control.peers.bookings import EXPECTED
 from pigou.control.routing.view import FleetView
 from pigou.control.state import FleetState, all_workers
-from pigou.request import SECOND, Request
-
-Flags = NDArray[np.bool_]
-Counts = NDArray[np.int64]
+from pigou.request import SECOND, Counts, Flags, Request
 
 #: Milliseconds of pending prompts after which no more are sent, where an order holds back.
 PREFILL_AHEAD_MS = 50

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -263,7 +264,7 @@ class MedianWorker:
         self.known = known
         rows = np.arange(len(known.a))
         #: seconds between tokens of a single stream
-        self.itl = _median(known.itl(rows, np.ones(len(rows))))
+        self.itl = statistics.median(known.itl(rows, np.ones(len(rows))).tolist() or [math.nan])
         # Workers differ by a factor: they have one order, whatever the length of the prompt.
         columns = known.prefill_base, known.prefill_token, known.prefill_pair
         laws = sorted(zip(*(column.tolist() for column in columns), strict=True))
@@ -277,11 +278,3 @@ class MedianWorker:
             return math.nan
         seconds = (base + token * uncached + pair * pairs for base, token, pair in self._laws)
         return sum(seconds) / 2
-
-
-def _median(values: NDArray[np.float64]) -> float:
-    ordered: list[float] = sorted(values.tolist())
-    if not ordered:
-        return math.nan
-    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-    return (low + high) / 2

@@ -8,9 +8,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.request import SECOND, BlockKeys
+from pigou.request import SECOND, BlockKeys, Counts
 
-Counts = NDArray[np.int64]
 #: Weight of the last request in the mean booked times.
 _BOOKED_KEEP = 1.0 / 64.0
 

@@ -13,7 +13,6 @@ from pigou.control.peers.bookings import (
     BOOKED,
     EXPECTED,
     SENT,
-    Counts,
     PeerState,
     PredictedPrompt,
     ResendRequest,
@@ -21,7 +20,7 @@ from pigou.control.peers.bookings import (
     WorkerBookings,
 )
 from pigou.control.plane import ControlPlane
-from pigou.request import SECOND
+from pigou.request import SECOND, Counts
 
 #: Messages kept for resending; beyond them a snapshot is sent.
 BUFFERED = 256

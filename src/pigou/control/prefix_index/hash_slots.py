@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from pigou.compiled import bare_kernel, inlined
 
 Words: TypeAlias = NDArray[np.uint64]
-Counts: TypeAlias = NDArray[np.int64]
 
 #: Rows and slots are unsigned in kernels: an index that may be negative takes longer to use.
 Row: TypeAlias = np.uint64

@@ -14,7 +14,6 @@ from pigou.control.prefix_index.hash_slots import (
     NONE,
     ONE,
     TABLE_SLOTS,
-    Counts,
     Row,
     Words,
     erase,
@@ -33,7 +32,7 @@ from pigou.control.prefix_index.worker_entries import (
     TIERS,
     BlockChanges,
 )
-from pigou.request import BlockKeys
+from pigou.request import BlockKeys, Counts
 
 #: Fields of `TableArrays`: kernels are called with a plain tuple, which costs less to hand over.
 TableTuple: TypeAlias = tuple[Words, Words, Words, Counts]

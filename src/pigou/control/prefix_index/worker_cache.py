@@ -16,7 +16,6 @@ from pigou.control.prefix_index.hash_slots import (
     NONE,
     ONE,
     SPREAD,
-    Counts,
     Words,
     crowded,
     find,
@@ -61,6 +60,7 @@ from pigou.control.prefix_index.worker_entries import (
     name_of_hash,
     unlink,
 )
+from pigou.request import Counts
 
 Rates: TypeAlias = NDArray[np.float64]
 #: Fields of `GhostArrays`: kernels are called with a plain tuple, which costs less to hand over.

@@ -17,7 +17,6 @@ from pigou.control.prefix_index.hash_slots import (
     ENTRY_SLOTS,
     NONE,
     ONE,
-    Counts,
     Row,
     Words,
     erase,
@@ -26,7 +25,7 @@ from pigou.control.prefix_index.hash_slots import (
     insert,
     new_slots,
 )
-from pigou.request import BlockKeys
+from pigou.request import BlockKeys, Counts
 
 Links: TypeAlias = NDArray[np.uint32]
 #: Fields of `EntryArrays`: kernels are called with a plain tuple, which costs less to hand over.

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds, check_fields, wrong
+from pigou.config import ConfigError, check_bounds, check_fields
+from pigou.registry import read_struct
 
 #: Order of claims: by price, or first in, first out.
 ClaimOrder = Literal["price", "fifo"]
@@ -71,7 +72,4 @@ def pull_queue_config(values: Mapping[str, Any]) -> PullQueueConfig | None:
         if fields:
             raise ConfigError(f"prefill_queue is {PUSH}, which has no {', '.join(fields)}")
         return None
-    try:
-        return msgspec.convert(fields, PullQueueConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"prefill_queue: {wrong(error, PullQueueConfig, fields)}") from error
+    return read_struct("prefill_queue", PullQueueConfig, fields)

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.routing.policy import CostParts, Costs, RequestView, total
-from pigou.control.routing.view import Candidates, Counts, FleetView
+from pigou.control.routing.view import Candidates, FleetView
+from pigou.request import Counts
 
 #: Indices of workers, distinct.
 Rows: TypeAlias = NDArray[np.integer]

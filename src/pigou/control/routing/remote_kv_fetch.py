@@ -21,7 +21,8 @@ from pigou.control.latency_model.estimates import (
     prefill_s,
 )
 from pigou.control.messages import RemoteKVFetch
-from pigou.control.routing.view import Counts, FleetView, RemoteFetches
+from pigou.control.routing.view import FleetView, RemoteFetches
+from pigou.request import Counts
 
 Seconds: TypeAlias = NDArray[np.float64]
 #: The fields of `RemoteFetches`, in order.

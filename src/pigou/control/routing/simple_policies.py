@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from pigou.control.routing.policy import Costs, RequestView
 from pigou.control.routing.pool_policy import Pool, PoolPolicy, Rows, pending
-from pigou.control.routing.view import Candidates, Counts, FleetView
-from pigou.request import Request
+from pigou.control.routing.view import Candidates, FleetView
+from pigou.request import Counts, Request
 
 
 class PowerOfTwo(PoolPolicy):

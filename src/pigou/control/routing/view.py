@@ -11,12 +11,8 @@ from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel
 from pigou.control.latency_model.estimates import Estimates
-from pigou.control.state import PrefillBacklog
-from pigou.request import Ints
-
-Counts = NDArray[np.int64]
-Shares = NDArray[np.float64]
-Flags = NDArray[np.bool_]
+from pigou.control.state import Columns, PrefillBacklog
+from pigou.request import Counts, Flags, Ints, Shares
 
 _NOTHING: Counts = np.zeros(0, dtype=np.int64)
 #: Fields that are no arrays of workers.
@@ -34,34 +30,17 @@ class RemoteFetches(msgspec.Struct, eq=False):
     saves: Shares  # net seconds saved by the fetch, 0 for none
 
 
-class FleetView(msgspec.Struct, eq=False):
-    """Load of each worker, shape (workers,); read-only, valid for one decision."""
+class FleetView(Columns, eq=False):
+    """Load and cache of each worker, shape (workers,); read-only, valid for one decision."""
 
     ids: tuple[str, ...]  # names of the workers, in order
-    prefills: Flags  # True if it does remote prefill
-    decodes: Flags  # True if it decodes
-    prefill_requests: Counts  # prompts pending or under prefill
-    prefill_tokens: Counts  # uncached tokens of these
-    prefill_pairs: Counts  # attention pairs of these tokens
-    decode_requests: Counts  # streams running or about to
-    decode_tokens: Counts  # tokens of these, prompt and output
-    served: Counts  # total of requests sent to decode
-    running: Shares  # requests running, as reported
-    waiting: Shares  # requests waiting, as reported
-    kv_usage: Shares  # share of KV blocks in use, 0 to 1, as reported
     overlap: Counts  # leading blocks of the prompt cached in any tier
     device: Counts  # overlap blocks on the device
     host: Counts  # overlap blocks in host memory at best
     storage: Counts  # overlap blocks on disk or in an object store at best
     recomputed_share: Shares  # evicted and recomputed blocks per stored block
-    block_size: Counts  # tokens in a block
-    blocks: Counts  # device KV blocks, 0 if unknown
     estimates: Estimates  # learned speeds
     output: float  # expected output tokens
-    # number of its cache's layout; workers of one may fetch from each other, 0 from none.
-    layout: Counts = _NOTHING
-    # number of the deployment version; KV moves only between workers of one version.
-    version: Counts = _NOTHING
     # remote KV fetches of each worker; None if no worker fetches.
     fetches: RemoteFetches | None = None
     # each worker's prompt under way, and its start; None if unknown.
@@ -109,7 +88,7 @@ class FleetView(msgspec.Struct, eq=False):
             "estimates": Estimates.prior(workers),
             "output": 1.0,
         }
-        for name, annotation in cls.__annotations__.items():
+        for name, annotation in {**Columns.__annotations__, **cls.__annotations__}.items():
             kind = np.float64 if annotation == "Shares" else np.int64
             if name in columns:
                 value = columns.pop(name)

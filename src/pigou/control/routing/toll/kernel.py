@@ -37,10 +37,8 @@ from pigou.control.routing.toll import terms
 from pigou.control.routing.toll.terms import PARTS, Prospect, TollWeights
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.control.state import PrefillBacklog
-from pigou.request import Request
+from pigou.request import Counts, Flags, Request
 
-Counts: TypeAlias = NDArray[np.int64]
-Flags: TypeAlias = NDArray[np.bool_]
 Indices: TypeAlias = NDArray[np.int32]
 _OVER = ("control/routing/toll", "control/latency_model")
 #: Share of stored blocks that displace one which returns, at most: at 1 the series has no end.
