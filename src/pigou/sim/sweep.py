@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import count, product
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -34,19 +36,61 @@ _LOOKS = 20
 #: Prefill workers of a decode cell at most: prompts hardly wait there.
 _FEEDERS = 8
 _KEY = -2
+#: Called with the cells done, all of them, and what the next one is.
+Watch = Callable[[int, int, str], None]
 
 
-class _Cell(NamedTuple):
-    """A measured cell of the prefill table: seconds of prefill of one prompt, and TTFT."""
+class PrefillTimes(NamedTuple):
+    """Seconds of prefill of one prompt, and TTFT by statistic (`mean`, `p50`, ...)."""
 
     prefill_s: float
     ttft_s: dict[str, float]
 
 
-def sweep(
-    config: SweepConfig, setup: Setup, watch: Callable[[int, int, str], None] | None = None
-) -> SweepTables:
-    """Measure the tables, without decode cells that do not fit."""
+class SweptPools(Protocol):
+    """Pools that a sweep measures, simulated or live."""
+
+    async def prompts(self, workers: int, isl: int, rate: float, requests: int, /) -> PrefillTimes:
+        """Measure prompts of one length; rate 0 sends each when the one before has ended."""
+        ...
+
+    async def streams(self, users: int, context: int) -> DecodePoint:
+        """Measure streams of one length on each decode worker."""
+        ...
+
+
+async def measure_cells(
+    config: SweepConfig, fits: Sequence[tuple[int, int]], pools: SweptPools, watch: Watch
+) -> tuple[list[PromptPoint], list[PrefillPoint], list[DecodePoint]]:
+    """Measure the cells of both tables; `fits` are the decode cells that a worker holds."""
+    total = len(config.isls) * (1 + len(config.pool_sizes) * len(config.utilisations)) + len(fits)
+    done = count()
+    prompts, prefill, decode = [], [], []
+    for isl in config.isls:
+        watch(next(done), total, f"prompts of {isl} tokens alone")
+        single = await pools.prompts(1, isl, 0.0, _PROMPTS)
+        prompts.append(
+            PromptPoint(isl_tokens=isl, prefill_s=single.prefill_s, ttft_s=single.ttft_s["mean"])
+        )
+        for workers, utilisation in product(config.pool_sizes, config.utilisations):
+            watch(next(done), total, f"{workers} prefill workers at {utilisation:g}")
+            rate = utilisation * workers / single.prefill_s
+            cell = await pools.prompts(workers, isl, rate, config.requests)
+            prefill.append(
+                PrefillPoint(
+                    workers=workers, isl_tokens=isl, utilisation=utilisation, rate_rps=rate,
+                    requests=config.requests,
+                    **{f"ttft_{name}_s": value for name, value in cell.ttft_s.items()},
+                )
+            )  # fmt: skip
+    for users, context in fits:
+        watch(next(done), total, f"{users} streams of {context} tokens")
+        decode.append(await pools.streams(users, context))
+    return prompts, prefill, decode
+
+
+def sweep(config: SweepConfig, setup: Setup, watch: Watch = lambda *_: None) -> SweepTables:
+    """Measure the tables in simulations, without decode cells that do not fit."""
     max_tokens = max(*config.isls, max(config.context_tokens) + config.osl)
     known = _performance(setup, max_tokens)
     fits = config.decode_cells(known.max_seqs, known.kv_tokens)
@@ -55,41 +99,8 @@ def sweep(
             "contexts and concurrency: no pair fits a worker; give fewer tokens, fewer users, or "
             "more blocks"
         )
-    total = len(config.isls) * (1 + len(config.pool_sizes) * len(config.utilisations)) + len(fits)
-    done = 0
-
-    def tell(what: str) -> None:
-        nonlocal done
-        if watch is not None:
-            watch(done, total, what)
-        done += 1
-
-    prompts, prefill = [], []
-    for isl in config.isls:
-        tell(f"prompts of {isl} tokens alone")
-        single = _prefill(setup, 1, isl, 0.0, _PROMPTS, config.seed)
-        prompts.append(
-            PromptPoint(isl_tokens=isl, prefill_s=single.prefill_s, ttft_s=single.ttft_s["mean"])
-        )
-        for workers in config.pool_sizes:
-            for utilisation in config.utilisations:
-                tell(f"{workers} prefill workers at {utilisation:g}")
-                rate = utilisation * workers / single.prefill_s
-                cell = _prefill(setup, workers, isl, rate, config.requests, config.seed)
-                prefill.append(
-                    PrefillPoint(
-                        workers=workers,
-                        isl_tokens=isl,
-                        utilisation=utilisation,
-                        rate_rps=rate,
-                        requests=config.requests,
-                        **{f"ttft_{name}_s": value for name, value in cell.ttft_s.items()},
-                    )
-                )
-    decode = []
-    for users, context in fits:
-        tell(f"{users} streams of {context} tokens")
-        decode.append(_decode(setup, known, users, context, config))
+    pools = _SimulatedPools(config, setup, known)
+    prompts, prefill, decode = asyncio.run(measure_cells(config, fits, pools, watch))
     overhead_s, transfer_token_s = _overhead(prompts)
     return SweepTables(
         source="simulator", model=setup.model, gpu=setup.gpu, tp=setup.tp, timing=setup.timing,
@@ -98,6 +109,81 @@ def sweep(
         transfer_token_s=transfer_token_s, prompts=tuple(prompts), prefill=tuple(prefill),
         decode=tuple(decode),
     )  # fmt: skip
+
+
+class _SimulatedPools:
+    def __init__(self, config: SweepConfig, setup: Setup, known: PerformanceModel) -> None:
+        self._config, self._setup, self._known = config, setup, known
+
+    async def prompts(self, workers: int, isl: int, rate: float, requests: int) -> PrefillTimes:
+        seed = self._config.seed
+        lengths = RequestLengths(input=(isl, isl), output=(2, 2))
+        load: OpenLoop | ClosedLoop
+        if rate:
+            load = renewal(lengths, rate, 1.0, requests, 0.0, seed)
+        else:
+            load = ClosedLoop(lengths=lengths, phases=((1, 1e6),), requests=requests)
+        simulation = _simulation(load, workers, workers, self._setup, seed)
+        document = simulation.run().document()
+        if document["completed"] < requests:
+            raise ConfigError(f"isl is {isl}: a worker cannot hold it; give fewer tokens")
+        busy_ns = sum(
+            worker.sim.meter.prefill_ns for worker in simulation.fleet.workers
+            if worker.sim is not None and worker.info.role is Role.PREFILL
+        )  # fmt: skip
+        return PrefillTimes(busy_ns / SECOND / requests, document["ttft_s"])
+
+    async def streams(self, users: int, context: int) -> DecodePoint:
+        config, known = self._config, self._known
+        isl = max(context - config.osl // 2, 1)
+        output_s = config.osl * known.decode.itl_s(float(users), float(context))
+        output_s += known.prefill.seconds(float(isl), float(isl)) * max(users / _FEEDERS, 1.0)
+        load = ClosedLoop(
+            lengths=RequestLengths(input=(isl, isl), output=(config.osl, config.osl)),
+            phases=((users, _MEASURED * output_s),),
+            ramp=output_s,
+            drain=False,
+        )
+        feeders = min(users, _FEEDERS)
+        simulation = _simulation(load, feeders, 1, self._setup, config.seed)
+        meter, clock = simulation.scaled_fleet("").meter, simulation.clock
+        windows: list[PlannerWindow] = []
+        begin = EPOCH + round((1.0 + _MIXED) * output_s * SECOND)
+        end = EPOCH + round(_MEASURED * output_s * SECOND)
+        step = max((end - begin) // round(_LOOKS * (_MEASURED - _MIXED)), 1)
+
+        def look(now: int) -> None:
+            meter.sample(now)
+            if now + step < end:
+                clock.at(now + step, Phase.TICK, _KEY, look)
+
+        def note(now: int) -> None:
+            windows.append(meter.window(now))
+
+        clock.at(begin, Phase.TICK, _KEY, note)
+        clock.at(begin + step // 2, Phase.TICK, _KEY, look)
+        clock.at(end, Phase.TICK, _KEY, note)
+        document = simulation.run().document()
+        worker = next(
+            worker
+            for pool in windows[-1].pools
+            if pool.role is Role.DECODE
+            for worker in pool.workers
+        )
+        streams = worker.mean_running or 0.0
+        if not streams or not worker.itl_s:
+            raise ConfigError(
+                f"concurrency is {config.concurrency!r}: {users} users left no stream"
+            )
+        seconds = worker.itl_s
+        return DecodePoint(
+            concurrency=users,
+            streams=streams,
+            context_tokens=isl + 0.5 * config.osl,
+            itl_mean_s=seconds,
+            itl_p95_s=document["tpot_s"]["p95"] or seconds,
+            output_tok_s=streams / seconds,
+        )
 
 
 def _simulation(
@@ -117,75 +203,6 @@ def _performance(setup: Setup, max_tokens: int) -> PerformanceModel:
     simulation = _simulation(renewal(lengths, 1.0, 0.0, 1, 0.0, 0), 1, 1, setup, 0)
     pool = simulation.membership.pools["decode"]
     return measure_performance(pool.spec, Role.DECODE, simulation.config)
-
-
-def _prefill(setup: Setup, workers: int, isl: int, rate: float, requests: int, seed: int) -> _Cell:
-    """Measure prompts of one length; rate 0 sends each when the one before has ended."""
-    lengths = RequestLengths(input=(isl, isl), output=(2, 2))
-    load: OpenLoop | ClosedLoop
-    if rate:
-        load = renewal(lengths, rate, 1.0, requests, 0.0, seed)
-    else:
-        load = ClosedLoop(lengths=lengths, phases=((1, 1e6),), requests=requests)
-    simulation = _simulation(load, workers, workers, setup, seed)
-    document = simulation.run().document()
-    if document["completed"] < requests:
-        raise ConfigError(f"isl is {isl}: a worker cannot hold it; give fewer tokens")
-    busy_ns = sum(
-        worker.sim.meter.prefill_ns for worker in simulation.fleet.workers
-        if worker.sim is not None and worker.info.role is Role.PREFILL
-    )  # fmt: skip
-    names = ("mean", "p50", "p90", "p95", "p99")
-    return _Cell(busy_ns / SECOND / requests, {name: document["ttft_s"][name] for name in names})
-
-
-def _decode(
-    setup: Setup, known: PerformanceModel, users: int, context: int, config: SweepConfig
-) -> DecodePoint:
-    isl = max(context - config.osl // 2, 1)
-    output_s = config.osl * known.decode.itl_s(float(users), float(context))
-    output_s += known.prefill.seconds(float(isl), float(isl)) * max(users / _FEEDERS, 1.0)
-    load = ClosedLoop(
-        lengths=RequestLengths(input=(isl, isl), output=(config.osl, config.osl)),
-        phases=((users, _MEASURED * output_s),),
-        ramp=output_s,
-        drain=False,
-    )
-    feeders = min(users, _FEEDERS)
-    simulation = _simulation(load, feeders, 1, setup, config.seed)
-    meter, clock = simulation.scaled_fleet("").meter, simulation.clock
-    windows: list[PlannerWindow] = []
-    begin = EPOCH + round((1.0 + _MIXED) * output_s * SECOND)
-    end = EPOCH + round(_MEASURED * output_s * SECOND)
-    step = max((end - begin) // round(_LOOKS * (_MEASURED - _MIXED)), 1)
-
-    def look(now: int) -> None:
-        meter.sample(now)
-        if now + step < end:
-            clock.at(now + step, Phase.TICK, _KEY, look)
-
-    def note(now: int) -> None:
-        windows.append(meter.window(now))
-
-    clock.at(begin, Phase.TICK, _KEY, note)
-    clock.at(begin + step // 2, Phase.TICK, _KEY, look)
-    clock.at(end, Phase.TICK, _KEY, note)
-    document = simulation.run().document()
-    worker = next(
-        worker for pool in windows[-1].pools if pool.role is Role.DECODE for worker in pool.workers
-    )
-    streams = worker.mean_running or 0.0
-    if not streams or not worker.itl_s:
-        raise ConfigError(f"concurrency is {config.concurrency!r}: {users} users left no stream")
-    seconds = worker.itl_s
-    return DecodePoint(
-        concurrency=users,
-        streams=streams,
-        context_tokens=isl + 0.5 * config.osl,
-        itl_mean_s=seconds,
-        itl_p95_s=document["tpot_s"]["p95"] or seconds,
-        output_tok_s=streams / seconds,
-    )
 
 
 def _overhead(prompts: list[PromptPoint]) -> tuple[float, float]:
