@@ -16,12 +16,11 @@ from rich.table import Table
 from pigou.cli.config_options import Override, config_command
 from pigou.cli.option_values import check_json, json_file, write_json
 from pigou.cli.progress import WorkProgress, wide_console
-from pigou.config import ConfigError
 from pigou.imports import run_async
 from pigou.request import SECOND
 from pigou.sim.setup import Setup, SweepConfig
 from pigou.stop_signals import StopSignals
-from pigou.workload.bench_config import BenchConfig
+from pigou.workload.bench_config import BenchConfig, SweepTarget
 from pigou.workload.profiling.profile_config import ProfileConfig
 
 if TYPE_CHECKING:
@@ -225,31 +224,10 @@ def sweep(
     out: Annotated[
         str, typer.Option(help="File to write, for --performance; ends in .json.")
     ] = "performance.json",
-    url: Annotated[
-        str,
-        typer.Option(
-            help="Live fleet to measure, otherwise idle, in place of a simulated one; give "
-            "--workers N, --blocks and the like as it has them.",
-            rich_help_panel="Live fleet",
-        ),
-    ] = "",
-    decode_workers: Annotated[
-        int,
-        typer.Option(help="Decode workers of the live fleet.", rich_help_panel="Live fleet", min=1),
-    ] = 1,
-    api_key: Annotated[
-        str,
-        typer.Option(
-            help="API key, sent as bearer token.",
-            rich_help_panel="Live fleet",
-            envvar="PIGOU_API_KEY",
-            show_default=False,
-        ),
-    ] = "",
+    *,
+    target: SweepTarget,
 ) -> None:
     """Measure TTFT of prefill and ITL of decode pools, live or simulated, for planners."""
-    if not url and decode_workers != 1:
-        raise ConfigError(f"--decode-workers is {decode_workers}; it goes with --url, give that")
     file = json_file(out)
     with WorkProgress(counts=True) as progress:
         task = progress.add_task("", total=None)
@@ -257,27 +235,27 @@ def sweep(
         def watch(done: int, total: int, what: str) -> None:
             progress.update(task, completed=done, total=total, description=what)
 
-        tables = _measure(config, setup, watch, url, api_key, decode_workers)
+        tables = _measure(config, setup, target, watch)
     if tables is None:
         typer.echo("pigou sweep: stopped; nothing is written", err=True)
         raise typer.Exit(_INTERRUPTED)
     write_json("--out", out, tables)
     _show_sweep(tables)
-    command = "serve" if url else "simulate"
+    command = "serve" if target.url else "simulate"
     typer.echo(f"Written to {file}: pigou {command} --planner price --performance {file} ...")
 
 
 def _measure(
-    config: SweepConfig, setup: Setup, watch: Callable[[int, int, str], None],
-    url: str, api_key: str, decode_workers: int,
-) -> SweepTables | None:  # fmt: skip
-    if not url:
+    config: SweepConfig, setup: Setup, target: SweepTarget, watch: Callable[[int, int, str], None]
+) -> SweepTables | None:
+    if not target.url:
         from pigou.sim.sweep import sweep as run_sweep
 
         return run_sweep(config, setup, watch)
-    from pigou.workload.live_sweep import SweepTarget, live_sweep
+    from pigou.workload.live_sweep import live_sweep
 
-    target = SweepTarget(url, fleet_token(url) or api_key, decode_workers)
+    if token := fleet_token(target.url):
+        target = msgspec.structs.replace(target, api_key=token)
 
     async def main() -> SweepTables | None:
         with stop_on_signals() as stop:

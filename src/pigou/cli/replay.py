@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 from pigou import __version__
+from pigou.cli.config_options import Override, config_command
 from pigou.cli.option_values import check_json, named
 from pigou.cli.progress import WorkProgress
 from pigou.config import ConfigError, ControlConfig, check_bounds
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
     from pigou.workload.journal_replay import Difference, JournalReplay
 
 
+_COSTS = Override(
+    "prices gpu priced_model",
+    prices="Prices to bill by, as in `pigou serve`; needs --gpu.",
+    gpu="GPUs of a worker, as in `pigou serve`.",
+    priced_model="Model, as in `pigou serve`.",
+)
+
+
+@config_command()
 def replay(
     journal: Annotated[str, typer.Argument(help="File that `pigou serve --journal` wrote.")],
     policy: Annotated[
@@ -39,11 +49,8 @@ def replay(
     seed: Annotated[
         int | None, typer.Option(help="Seed of the rival policy's ties. (default: the journal's)")
     ] = None,
-    prices: Annotated[
-        str, typer.Option(help="Prices to bill by, as in `pigou serve`; needs --gpu.")
-    ] = "",
-    gpu: Annotated[str, typer.Option(help="GPUs of a worker, as in `pigou serve`.")] = "",
-    priced_model: Annotated[str, typer.Option(help="Model, as in `pigou serve`.")] = "",
+    *,
+    costs: Annotated[GatewayConfig, _COSTS],
     json: Annotated[str, typer.Option(help="File to write the figures to.")] = "",
 ) -> None:
     """Replay a gateway's decisions from its journal, and compare them.
@@ -52,7 +59,7 @@ def replay(
     """
     check_json(json)
     other = _rival(policy, temperature, softmax, seed)
-    meters = _Meters(GatewayConfig(prices=prices, gpu=gpu, priced_model=priced_model))
+    meters = _Meters(costs)
     result = _run(journal, other, meters)
     try:
         if json:

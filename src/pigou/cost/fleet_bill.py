@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pigou.cost.energy import kwh_per_million
-from pigou.cost.usage import Usage, UsageKey, number_or_none, total, usd_per_million
+from pigou.cost.usage import Usage, UsageKey, total, usd_per_million
 
 #: Labels a bill can be grouped by.
 GROUPS = ("tenant", "model", "workload")
@@ -90,13 +90,11 @@ class FleetBill:
             "utilisation": self.utilisation,
             "attained": self.attained,
             "usd_per_million": {
-                "uncached_input": number_or_none(
-                    usd_per_million(whole.prefill_usd, whole.uncached_tokens)
-                ),
-                "cached_input": number_or_none(usd_per_million(cached_usd, whole.cached_tokens)),
-                "output": number_or_none(usd_per_million(whole.decode_usd, whole.output_tokens)),
-                "all_per_output": number_or_none(output),
-                "all_per_output_at_slo": number_or_none(output / inside) if inside else None,
+                "uncached_input": usd_per_million(whole.prefill_usd, whole.uncached_tokens),
+                "cached_input": usd_per_million(cached_usd, whole.cached_tokens),
+                "output": usd_per_million(whole.decode_usd, whole.output_tokens),
+                "all_per_output": output,
+                "all_per_output_at_slo": output / inside if inside and output is not None else None,
             },
             "usages": rows,
         }

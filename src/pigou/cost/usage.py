@@ -9,21 +9,16 @@ from typing import Any, NamedTuple
 from pigou.cost.energy import PowerModel
 
 
-def usd_per_million(usd: float, tokens: float) -> float:
-    """Return dollars per million tokens; NaN for no tokens."""
-    return usd / tokens * 1e6 if tokens > 0 else math.nan
+def usd_per_million(usd: float, tokens: float) -> float | None:
+    """Return dollars per million tokens; None for no tokens."""
+    return usd / tokens * 1e6 if tokens > 0 else None
 
 
 def usd_per_million_at(
     usd_per_gpu_hour: float, gpus: float, tok_s: float, attained: float = 1.0
 ) -> float:
     """Return dollars per million tokens served inside the objective (`attained` share above 0)."""
-    return usd_per_million(usd_per_gpu_hour * gpus / 3600.0, tok_s) / attained
-
-
-def number_or_none(value: float) -> float | None:
-    """Return a number for JSON: None for NaN."""
-    return None if math.isnan(value) else value
+    return usd_per_gpu_hour * gpus / 3600.0 / tok_s * 1e6 / attained
 
 
 class UsageKey(NamedTuple):
@@ -77,10 +72,8 @@ class Usage:
             "usage_usd": self.usd,
             "joules": self.joules,
             "usd_per_million": {
-                "uncached_input": number_or_none(
-                    usd_per_million(self.prefill_usd, self.uncached_tokens)
-                ),
-                "output": number_or_none(usd_per_million(self.decode_usd, self.output_tokens)),
+                "uncached_input": usd_per_million(self.prefill_usd, self.uncached_tokens),
+                "output": usd_per_million(self.decode_usd, self.output_tokens),
             },
             "joules_per_output_token": (
                 self.joules / self.output_tokens if self.output_tokens else None

@@ -139,6 +139,12 @@ def _schedule(pieces: list[tuple[float, float]]) -> RateSchedule:
     return RateSchedule(seconds=seconds, rates=rates)
 
 
+def check_cv(name: str, cv: float) -> None:
+    """Refuse a coefficient of variation of gaps that cannot be drawn; 0 is even gaps."""
+    if cv and not MIN_CV <= cv <= MAX_CV:
+        raise ConfigError(f"{name} is {cv}; it must be 0 (even gaps), or {MIN_CV:g} to {MAX_CV:g}")
+
+
 def renewal_times(rate: float | RateSchedule, cv: float, rng: np.random.Generator) -> Iterator[int]:
     """Yield send times in nanoseconds, with Gamma gaps of mean 1/rate; raises ValueError.
 
@@ -147,8 +153,7 @@ def renewal_times(rate: float | RateSchedule, cv: float, rng: np.random.Generato
     """
     if not isinstance(rate, RateSchedule) and not (math.isfinite(rate) and rate > 0):
         raise ValueError(f"rate is {rate}; it must be above 0 requests per second")
-    if cv and not MIN_CV <= cv <= MAX_CV:
-        raise ValueError(f"cv is {cv}; it must be 0, or {MIN_CV:g} to {MAX_CV:g}")
+    check_cv("cv", cv)
     if isinstance(rate, RateSchedule):
         return _scheduled_times(rate, cv, rng)
     return _times(rate, cv, rng)

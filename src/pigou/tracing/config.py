@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 import msgspec
 
 from pigou import __version__
-from pigou.config import ConfigError, is_http_url
+from pigou.config import ConfigError, check_bounds, is_http_url
 from pigou.config_option import option
 
 #: Endpoint that exports nothing: traces are for `GET /traces` alone.
@@ -61,12 +61,9 @@ class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         url = self.otlp_traces_endpoint
         if url and url != MEMORY:
             check_endpoint("tracing.otlp_traces_endpoint", url)
-        if self.sample_ratio is not None and not 0 <= self.sample_ratio <= 1:
-            raise ConfigError(f"tracing.sample_ratio is {self.sample_ratio}; it must be in [0, 1]")
-        if not 0 <= self.slow <= 86_400:
-            raise ConfigError(f"tracing.slow is {self.slow}; it must be in [0, 86400] seconds")
-        if not 0 <= self.memory <= 100_000:
-            raise ConfigError(f"tracing.memory is {self.memory}; it must be in [0, 100000]")
+        check_bounds("tracing.sample_ratio", self.sample_ratio or 0.0, ge=0, le=1)
+        check_bounds("tracing.slow", self.slow, ge=0, le=86_400, unit=" seconds")
+        check_bounds("tracing.memory", self.memory, ge=0, le=100_000)
 
     def arguments(self) -> list[str]:
         """Return the options for a worker of the same fleet."""

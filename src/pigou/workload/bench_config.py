@@ -160,12 +160,9 @@ class BenchConfig(EndpointConfig, frozen=True, forbid_unknown_fields=True, kw_on
         for name in ("rate", "duration", "timeout", "trace_scale", "trace_speed"):
             if not isinstance(value := getattr(self, name), str | None):
                 check_bounds(f"--{name.replace('_', '-')}", value, gt=0)
-        from pigou.sim.arrival_rate import MAX_CV, MIN_CV  # here, as it loads compiled kernels
+        from pigou.sim.arrival_rate import check_cv  # here, as it loads compiled kernels
 
-        if self.cv and not MIN_CV <= self.cv <= MAX_CV:
-            raise ConfigError(
-                f"--cv is {self.cv}; it must be 0 (even gaps), or {MIN_CV:g} to {MAX_CV:g}"
-            )
+        check_cv("--cv", self.cv or 0.0)
         self.inputs, self.outputs, self.arrivals, self.objective  # noqa: B018  (they raise where they are wrong)
         EndpointConfig.__post_init__(self)
 
@@ -241,3 +238,33 @@ class BenchConfig(EndpointConfig, frozen=True, forbid_unknown_fields=True, kw_on
     def slots(self) -> int:
         """Requests in flight of the closed loop."""
         return self.concurrency or 1
+
+
+class SweepTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An otherwise idle live fleet to sweep; none without a URL."""
+
+    url: Annotated[
+        str,
+        option(
+            "Live fleet to measure, otherwise idle, in place of a simulated one; give "
+            "--workers N, --blocks and the like as it has them.",
+            "Live fleet",
+        ),
+    ] = ""
+    decode_workers: Annotated[int, option("Decode workers of the live fleet.", "Live fleet")] = 1
+    api_key: Annotated[
+        str,
+        option(
+            "API key, sent as bearer token.",
+            "Live fleet",
+            variables=("PIGOU_API_KEY",),
+            show_default=False,
+        ),
+    ] = ""
+
+    def __post_init__(self) -> None:
+        check_bounds("decode_workers", self.decode_workers, ge=1)
+        if not self.url and self.decode_workers != 1:
+            raise ConfigError(
+                f"decode_workers is {self.decode_workers}; it goes with --url, give that"
+            )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import Any
 
 from pigou.config import ConfigError
@@ -11,7 +10,7 @@ from pigou.performance.sweep_tables import DecodePoint, SweepTables
 from pigou.sim.setup import Setup, SweepConfig
 from pigou.sim.sweep import PrefillTimes, Watch, measure_cells
 from pigou.workload.bench import bench
-from pigou.workload.bench_config import BenchConfig
+from pigou.workload.bench_config import BenchConfig, SweepTarget
 from pigou.workload.bench_summary import LatencyDistribution, Summary
 from pigou.workload.endpoint import EndpointError
 
@@ -19,15 +18,6 @@ from pigou.workload.endpoint import EndpointError
 _PER_USER = 4
 _MILLISECOND = 1e-3
 _BLOCK_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class SweepTarget:
-    """An otherwise idle live fleet to sweep."""
-
-    url: str
-    api_key: str = ""  # sent as bearer token
-    decode_workers: int = 1  # number of workers sharing the streams
 
 
 def check_live(config: SweepConfig, setup: Setup) -> None:

@@ -19,10 +19,9 @@ from pigou.config import ConfigError, check_bounds
 from pigou.registry import read_struct
 from pigou.request import SECOND
 from pigou.sim.arrival_rate import (
-    MAX_CV,
     MAX_SECONDS,
-    MIN_CV,
     RateSchedule,
+    check_cv,
     read_rate,
     renewal_times,
 )
@@ -147,8 +146,7 @@ class _Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def __post_init__(self) -> None:
         for name in ("speed", "scale"):
             check_bounds(name, getattr(self, name), gt=0)
-        if self.cv and not MIN_CV <= self.cv <= MAX_CV:
-            raise ConfigError(f"cv is {self.cv}; it must be 0, or {MIN_CV:g} to {MAX_CV:g}")
+        check_cv("cv", self.cv)
         for name in ("sessions", "C"):
             check_bounds(name, getattr(self, name), ge=0)
         if self.C and self.rate:
