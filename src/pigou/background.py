@@ -72,7 +72,7 @@ class Background:
         ]
 
     def health(self) -> dict[str, Any]:
-        """Return what `/health` says of the tasks."""
+        """Return the tasks' part of `/health`."""
         return {"restarts": self.restarts, "failing": self.failing}
 
     def _snapshot(self) -> list[TaskState]:

@@ -101,7 +101,7 @@ def _bare(function: Function, *folders: Path) -> Function:
 
 @lru_cache
 def _stamp(folder: Path) -> tuple[tuple[str, float, int], ...]:
-    """Return what changes when a module of a folder does."""
+    """Return names, times and sizes of a folder's modules."""
     files = ((file.name, file.stat()) for file in sorted(folder.glob("*.py")))
     return tuple((name, stat.st_mtime, stat.st_size) for name, stat in files)
 
@@ -125,7 +125,7 @@ def on_compiling(listener: Listener) -> Iterator[None]:
 
 
 class KernelCacheFile(IndexDataCacheFile):
-    """The files of one kernel's cache; what cannot be read or written is no error."""
+    """Files of one kernel's cache; unreadable and unwritable files are ignored."""
 
     def load(self, key: Any) -> Any:
         """Return a cached entry, None where it must be compiled."""
@@ -164,7 +164,7 @@ class KernelCacheFile(IndexDataCacheFile):
 
 
 def _check(path: str) -> None:
-    """Refuse what numba would wait at, or fill the memory with. Raises OSError."""
+    """Refuse files that would block numba or fill the memory. Raises OSError."""
     with suppress(FileNotFoundError):
         check_regular(os.stat(path), path)
 

@@ -81,7 +81,7 @@ def check_all(*checks: Callable[[], object]) -> None:
 
 
 def wrong(error: Exception, kind: type[msgspec.Struct], values: Any) -> str:
-    """Return what is wrong with values: the field, its value, and what may be given.
+    """Return an error message: the field, its value, and the values allowed.
 
     Args:
         error: from `msgspec.convert(values, kind)`; another says it all by itself.

@@ -1,4 +1,4 @@
-"""Imports: what an installation may lack and how it is had, and imports without collection."""
+"""Imports: optional dependencies with their remedies, and imports without garbage collection."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def configure(
     log_format: LogFormat, level: LogLevel, *, access: bool, times: bool = True,
     stream: TextIO | None = None,
 ) -> None:  # fmt: skip
-    """Set up the logs of this process; what was set up before is replaced.
+    """Set up the logs of this process, in place of earlier ones.
 
     `level` is of Pigou's own records; others are shown from warnings on. `access` logs each HTTP
     request once it is answered, whatever the level; `times` begins lines of text with the time.
@@ -179,7 +179,7 @@ def _named(request_id: str, trace_id: str) -> dict[str, str]:
 
 
 def describe_access(**fields: Any) -> None:
-    """Add to what the access log says of the current request; never prompts, replies or keys."""
+    """Add fields to the current request's access log line; never prompts, replies or keys."""
     current = _fields.get()
     if current is not None:
         current.update({key: value for key, value in fields.items() if value is not None})

@@ -29,7 +29,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def named(group: str, name: Any, what: str) -> Any:
-    """Return what is registered under a name in an entry point group.
+    """Load the object registered under a name in an entry point group.
 
     `what` names the thing in messages, as in "policy".
 

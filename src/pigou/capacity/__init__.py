@@ -1,1 +1,1 @@
-"""Capacity: what a model needs of a GPU's memory, what a fleet costs, which fleet to take."""
+"""Capacity: a model's GPU memory, a fleet's cost, and the choice of a fleet."""

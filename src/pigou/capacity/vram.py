@@ -1,4 +1,4 @@
-"""The memory map of a GPU that serves a model: six terms, and what the KV cache holds.
+"""Memory map of a GPU that serves a model: six terms, and the capacity of the KV cache.
 
 V_usable = V_weights + V_cache + V_activations + V_adapters + V_runtime + V_scratch, per GPU
 (throughput-mechanics, "VRAM Memory Pressure Map"); V_cache is what the others leave.
@@ -129,7 +129,7 @@ def adapter_bytes(model: Architecture, rank: int, targets: Sequence[str]) -> int
 
 
 class MixDemand(msgspec.Struct, frozen=True, kw_only=True):
-    """The cache that a mix of sequences needs on each GPU, beside what there is."""
+    """Cache that a mix of sequences needs on each GPU, and the cache available."""
 
     demand: int  # bytes of the sequences at their full lengths
     safe: int  # bytes of the cache less the margin

@@ -212,7 +212,7 @@ def _key(context: typer.Context, key: Any, file: str) -> str:
 
 
 def _value(key: Any, value: Any, file: str) -> Any:
-    """Return a value as if it had been typed, so that it is checked as what is typed."""
+    """Return a file's value in command-line form, so that it is checked the same way."""
     if isinstance(value, bool):
         return value
     if isinstance(value, (str, int, float)):
@@ -316,7 +316,7 @@ class ConfigOption:
         return default
 
     def put(self, values: dict[str, Any], typed: Any) -> None:
-        """Add the field's value to `values`, from what was typed."""
+        """Parse the typed value, and add it to `values`."""
         for part in self.path[:-1]:
             values = values.setdefault(part, {})
         name, form, flag = self.path[-1], self.option.form, self.flag

@@ -1,4 +1,4 @@
-"""`pigou bench`, `pigou profile` and `pigou sweep`: what is measured over HTTP, or simulated."""
+"""`pigou bench`, `pigou profile` and `pigou sweep`: measurements over HTTP or in simulation."""
 
 from __future__ import annotations
 

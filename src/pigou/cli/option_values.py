@@ -54,7 +54,7 @@ def number_or_text(text: str) -> float | str:
 
 
 def numbers(option: str, items: Sequence[str]) -> dict[str, float]:
-    """Return what `NAME=NUMBER`, given repeatedly, says."""
+    """Parse repeated `NAME=NUMBER` values."""
     values: dict[str, float] = {}
     for item in items:
         name, equals, value = item.partition("=")

@@ -186,7 +186,7 @@ def gpu_prices(text: str, counts: Mapping[str, int]) -> dict[str, float]:
 
 @contextmanager
 def _processes(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
-    """Yield processes that simulate, which share what is loaded; None where one is enough."""
+    """Yield a pool of processes that share loaded modules; None if one process is enough."""
     from pigou.capacity.plan.trial import warm_up
     from pigou.worker.engine_thread.heartbeat import watch_parent
 

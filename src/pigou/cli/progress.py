@@ -77,7 +77,7 @@ class WorkProgress(Progress):
 
 
 class StageProgress:
-    """Shows what each part of the fleet does until it is ready; a context manager.
+    """Shows the startup stage of each part of the fleet; a context manager.
 
     `report` may be called before and after, too.
     """

@@ -138,7 +138,7 @@ class Reporter:
 
 
 def _readable(value: Any) -> Any:
-    """Return settings as they are read: what has no limit, or no end, says so."""
+    """Return settings in readable form: infinite values say that they have no limit."""
     from pigou.sim.simulation import UNLIMITED
 
     if isinstance(value, dict):

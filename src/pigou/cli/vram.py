@@ -135,7 +135,7 @@ def _parse_sequences(text: str) -> list[tuple[int, int]]:
 def _document(
     shape: Architecture, device: Gpu, config: VramConfig, memory: VramMap
 ) -> dict[str, Any]:
-    """Return what `--json` writes; memory in bytes, of each GPU."""
+    """Return the document of `--json`; memory in bytes per GPU."""
     return {
         "model": shape.name, "gpu": device.name, "tp": config.tp,
         "memory_bytes": device.memory,

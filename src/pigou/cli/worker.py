@@ -100,7 +100,7 @@ def _context(words: Sequence[str]) -> Any:
 
 
 def _unknown(name: str) -> str:
-    """Return what to do in place of an option that there is not."""
+    """Return the remedy for an unknown option."""
     if (remedy := _ELSEWHERE.get(name)) is not None:
         return f"{name} is an option of another engine; {remedy}"
     from pigou.cli import build

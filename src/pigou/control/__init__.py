@@ -1,1 +1,1 @@
-"""ControlPlane: who runs where, and at what price. No I/O, no clock."""
+"""ControlPlane: admission, routing and prices of requests. No I/O, no clock."""

@@ -1,4 +1,4 @@
-"""Usage: what requests took of the fleet and its cost, and the rates of workers."""
+"""Usage: requests' share of the fleet and its cost, and the rates of workers."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ class EngineState:
         return PinnedBlocks(blocks, seq.hashes[:count], seq.duplicates)
 
     def forget(self, seq: Sequence) -> None:
-        """Free what a waiting sequence holds."""
+        """Free the host blocks of a waiting sequence."""
         self.host.release(seq.host_blocks)
         seq.host_blocks = NO_BLOCKS
         if self.blocked is seq:

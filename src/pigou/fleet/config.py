@@ -1,4 +1,4 @@
-"""Several models behind one gateway: what is said of each, and of the workers that serve it."""
+"""Configuration of a fleet: models behind one gateway, and the workers that serve them."""
 
 from __future__ import annotations
 

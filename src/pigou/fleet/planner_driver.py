@@ -1,4 +1,4 @@
-"""The planner driver: it lets a planner look at the live fleet, and carries out what it decides."""
+"""Planner driver: feeds a planner windows of the live fleet, and carries out its decisions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PlannerDriver:
         self, config: PlannerConfig, live_fleet: LiveFleet, plane_driver: PlaneDriver,
         status: PlanStatus, drain_s: float = _DRAIN_S, others: Sequence[PlaneDriver] = (),
     ) -> None:  # fmt: skip
-        """`plane_driver` is the first model's, whose journal gets the entries; or ConfigError."""
+        """`plane_driver` is the first model's; its journal gets the entries. Raises ConfigError."""
         self._config, self._live_fleet, self._plane_driver = config, live_fleet, plane_driver
         self._plane_drivers = (plane_driver, *others)
         self._status = status

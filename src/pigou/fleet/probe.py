@@ -1,4 +1,4 @@
-"""The probe: reads from a server's pages what the gateway must know of a worker."""
+"""Probe: reads a worker's model, limits and sources from its server's pages."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class _ModelCards(msgspec.Struct):
 
 
 async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult:
-    """Ask a worker who it is. Raises ProbeFailed."""
+    """Probe a worker. Raises ProbeFailed."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:

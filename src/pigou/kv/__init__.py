@@ -1,1 +1,1 @@
-"""Blocks of KV memory: who holds them, which are cached, and which go first. No torch."""
+"""Blocks of KV memory: allocation, prefix cache and eviction. No torch."""

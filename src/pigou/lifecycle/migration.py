@@ -1,4 +1,4 @@
-"""Stream migration: what a client has received, and how another worker continues."""
+"""Stream migration: the client's received state, and the request that continues it."""
 
 from __future__ import annotations
 

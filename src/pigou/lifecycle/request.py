@@ -116,7 +116,7 @@ class RequestLifecycle(msgspec.Struct, eq=False):
         return self._submit("")
 
     def take(self, event: LifecycleEvent, now_ns: int) -> Effects:
-        """Note what happened at `now_ns`; return what follows."""
+        """Record an event at `now_ns`; return its effects."""
         if self.state is _ENDED:
             return ()
         return _HANDLERS[type(event)](self, event, now_ns)

@@ -142,7 +142,7 @@ class PerformanceModel:
     def latency(
         self, role: Role, rps: float, workers: int, mix: RequestMix, share: float
     ) -> PoolLatency:
-        """Return TTFT and ITL of a pool at a load; 0 for what its role has no part in."""
+        """Return TTFT and ITL of a pool at a load; 0 for a figure outside its role."""
         if rps <= 0:
             service = self.service_s(mix) + self._overhead(mix) if role.prefills else 0.0
             itl = self.itl_at(1.0, mix) if role.decodes else 0.0

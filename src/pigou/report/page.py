@@ -521,7 +521,7 @@ def load(name: str) -> Any:
 
 
 def as_record(name: str, document: Any) -> RunRecord:
-    """Return a run from what `load` read.
+    """Convert a loaded document to a run.
 
     Raises:
         ReportError: it is no run.

@@ -384,7 +384,7 @@ def _objective(name: str, count: int, terms: Mapping[str, Any]) -> tuple[Cell, .
 
 
 def totals(planner: Mapping[str, Any]) -> ReportTable:
-    """Return what a planner did, and what that cost, by role and state."""
+    """Return a planner's actions and their cost, by role and state."""
     rows = [(Cell(title), Cell(planner[key], form)) for key, (title, form) in _TOTALS.items()]
     rows += [
         (Cell(f"GPU-hours, {role}, {state}"), Cell(hours))
@@ -414,7 +414,7 @@ def replicas(planner: Mapping[str, Any], end_s: float) -> Chart:
 
 
 def decisions(planner: Mapping[str, Any]) -> ReportTable:
-    """Return the decisions: when, what, and why."""
+    """Return the decisions: time, action and reason."""
     rows = []
     for entry in planner["decisions"][:_MAX_DECISIONS]:
         refusals = [f"refused: {reason}" for reason in entry.get("refused", ())]

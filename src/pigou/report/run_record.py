@@ -1,4 +1,4 @@
-"""The record of a run: what its report and comparisons with other runs are made from."""
+"""Record of a run, the input of its report and of comparisons with other runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What simulated workers cost, and what their energy is estimated from."""
+"""Costs of simulated workers, and the inputs of their energy estimate."""
 
 from __future__ import annotations
 

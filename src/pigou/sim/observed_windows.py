@@ -175,7 +175,7 @@ class WindowObserver:
             self._attempts[number] = run.attempts
 
     def _progressed(self, begin: int, now: int) -> tuple[list[RequestRun], list[RequestRun]]:
-        """Return requests whose first token, and whose computation's begin, is in the window."""
+        """Return requests with their first token in the window, and requests that began in it."""
         first = [r for r in self._open.values() if begin < r.first_token_ns <= now]
         began = [r for r in self._open.values()
                  if r.began_ns >= r.sent_ns

@@ -1,4 +1,4 @@
-"""What a pool's workers do at a load, measured on their timing model: what a planner is given."""
+"""Performance of a pool at a load, measured on its timing model for planners."""
 
 from __future__ import annotations
 

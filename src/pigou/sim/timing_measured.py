@@ -1,4 +1,4 @@
-"""Timing of what was measured on a live worker: the file that `pigou profile` writes."""
+"""Timing measured on a live worker: the file that `pigou profile` writes."""
 
 from __future__ import annotations
 

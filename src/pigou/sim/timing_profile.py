@@ -1,4 +1,4 @@
-"""Profile timing: a step takes what its layers took when they were measured.
+"""Profile timing: a step takes the measured times of its layers.
 
     step = once(tokens) + layers * (dense(tokens) + attention(batch)) + heads(sequences)
 Tables of LLMServingSim's profiler (`dense.csv`, `attention.csv`, `per_sequence.csv`, `moe.csv`; us
@@ -262,7 +262,7 @@ def _sweep(text: str) -> list[float]:
 
 
 def _fill(grid: Floats, chunks: Floats, keys: Floats, decodes: Floats, kvs: Floats) -> None:
-    """Fill what could not be measured (too little memory), along lines from what was."""
+    """Extrapolate cells that could not be measured (too little memory) from measured ones."""
     for c in range(len(chunks)):
         for k in range(len(keys)):
             if c == 0 and k > 0:

@@ -102,7 +102,7 @@ class Inbox:
         return sum(after <= steps for after, _ in self.waiting)
 
     def open(self, steps: int, now: int, idle: Callable[[], bool]) -> None:
-        """Do what had to wait until now, or everything once there is nothing to wait for."""
+        """Run the calls due after `steps` steps, or all of them once the worker is idle."""
         waiting, rests = self.waiting, idle()
         while waiting and (rests or waiting[0][0] <= steps):
             waiting.popleft()[1](now)

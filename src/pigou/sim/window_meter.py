@@ -1,4 +1,4 @@
-"""Windows of a simulated fleet: what its gateway and its workers show in one interval."""
+"""Windows of a simulated fleet: load of gateway and workers in one interval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker of a simulated fleet: what it runs on, and whether it is alive."""
+"""A worker of a simulated fleet: hardware, limits and liveness."""
 
 from __future__ import annotations
 

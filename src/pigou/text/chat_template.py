@@ -285,7 +285,7 @@ def _mark_end(messages: list[dict[str, Any]]) -> str:
 
 
 def _within(text: str, final: str) -> str:
-    """Cut what the template puts after the final message, as transformers does."""
+    """Cut the template's text after the final message, as transformers does."""
     at = text.rfind(_END.strip())
     if at < 0 or final.strip() not in text:
         raise ChatError("continue_final_message: the template does not show the final message")

@@ -71,7 +71,7 @@ class ControlTokens:
         return self._guarded_by_ids(text) if self._normalized else text
 
     def _guarded_by_ids(self, text: str) -> str:
-        """Mark what becomes a special token by normalization (case, width of characters)."""
+        """Mark text that normalization (case, width of characters) turns into a special token."""
         for _ in range(_ROUNDS):
             copy, mark = self._marked()
             encoding = copy.encode(text, add_special_tokens=False)

@@ -291,7 +291,7 @@ class MarkedParser(ToolParser):
         return events
 
     def _until(self, marks: list[str]) -> tuple[str, list[Event]]:
-        """Pass content on up to the first marker, and take that; hold back what may begin one."""
+        """Pass content up to the first marker, and consume it; hold back a possible beginning."""
         at, mark = min(
             ((at, mark) for mark in marks if (at := self._rest.find(mark)) >= 0), default=(-1, "")
         )

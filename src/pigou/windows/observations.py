@@ -1,4 +1,4 @@
-"""Observations of a fleet: what its gateway and workers show in one window."""
+"""Observations of a fleet: figures of gateway and workers in one window."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def _known_part(body: bytes, known: Collection[str], unknown: list[str]) -> byte
 def _pruned(
     raw: msgspec.Raw, prefix: str, known: Collection[str], unknown: list[str]
 ) -> msgspec.Raw:
-    """Return an object's `known` fields; what is no object is left as it is."""
+    """Return an object's `known` fields; other JSON stays as it is."""
     try:
         parts = _fields.decode(raw)
     except msgspec.ValidationError:
@@ -117,7 +117,7 @@ def _same(value: Any, item: Any) -> bool:
 
 
 class _OpenAIBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A JSON object that refuses what it does not know."""
+    """A JSON object that refuses unknown fields."""
 
 
 class StreamOptions(_OpenAIBody):

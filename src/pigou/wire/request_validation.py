@@ -201,7 +201,7 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
 
 
 def _check_message(message: Mapping[str, Any], where: str) -> None:
-    """Refuse what no template shows, and would be lost in silence."""
+    """Refuse fields that no template shows: they would be lost in silence."""
     if message["role"] == "function":
         raise bad_field(f"{where}.role", "is 'function', which is deprecated; use tool.")
     for name, remedy in _REFUSED_IN_MESSAGES.items():
@@ -271,5 +271,5 @@ def request_id(header: str | None, field: str | None) -> str:
 
 
 def reply_id(header: str | None) -> str:
-    """Return the id that a reply tells: the client's own, or a new one for what is no id."""
+    """Return the reply's id: the client's own if it is valid, else a new one."""
     return header if header is not None and _REQUEST_ID.fullmatch(header) else new_request_id()

@@ -137,7 +137,7 @@ def _bias(request: GenerationRequest, limits: ModelLimits) -> dict[int, float]:
 
 
 def _temperature(value: float) -> float:
-    """Raise what is above 0 to the least that is computed exactly, as vLLM does."""
+    """Raise a temperature above 0 to the least that is computed exactly, as vLLM does."""
     return max(value, MIN_TEMPERATURE) if value > 0 else 0.0
 
 

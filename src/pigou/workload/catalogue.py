@@ -158,7 +158,7 @@ def _all_there(said: str, have: int) -> bool:
 
 
 def _validator(answer: HTTPResponse) -> str:
-    """Return what tells this version of the file: a strong entity tag, or a date."""
+    """Return the file's version: a strong entity tag, or a date."""
     tag = str(answer.headers.get("etag", ""))
     return tag if tag.startswith('"') else str(answer.headers.get("last-modified", ""))
 

@@ -1,4 +1,4 @@
-"""A rival: another policy, asked at each recorded decision what it would have chosen."""
+"""Rival policy: its choice at each recorded decision."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ async def read_start(reply: aiohttp.ClientResponse, max_bytes: int) -> bytes:
 
 
 async def until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, _T]) -> _T | None:
-    """Return what the work returns; None, the work being cancelled, when `stop` is set first."""
+    """Await the work; cancel it and return None if `stop` is set first."""
     task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -287,7 +287,7 @@ async def request(
 
 
 def decoded(reply: tuple[int, bytes], kind: type[_T]) -> _T | None:
-    """Return what a reply of `request` says; None for an error, or another answer."""
+    """Decode a reply of `request`; None for an error or another type."""
     if reply[0] != 200:
         return None
     try:

@@ -283,7 +283,7 @@ def _table(text: str, path: str) -> Trace:
 
 
 def _since_first() -> Callable[[str], float]:
-    """Return what reads times of Azure, as seconds from the first that it is given."""
+    """Return a reader of Azure's times, in seconds from the first one read."""
     first: list[datetime] = []
 
     def read(text: str) -> float:
@@ -340,7 +340,7 @@ def _whole(text: str) -> int:
 
 
 def _cell(row: Mapping[str, str], column: str, read: Callable[[str], T]) -> T:
-    """Return what a column of a row says; one that is cut off lacks its last."""
+    """Read a column of a row; raises ValueError if it is missing or malformed."""
     text = row.get(column)
     if text is None:
         raise ValueError(f"it has no {column}; is the file cut off?")
@@ -352,7 +352,7 @@ def _cell(row: Mapping[str, str], column: str, read: Callable[[str], T]) -> T:
 
 @contextmanager
 def _line(number: int, path: str, what: str = "line") -> Iterator[None]:
-    """Let what is wrong with a line be said with its number."""
+    """Add the line number to errors raised within."""
     try:
         yield
     except (ValueError, TypeError, OverflowError) as error:

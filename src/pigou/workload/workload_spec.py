@@ -58,7 +58,7 @@ class LengthMix(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, text: str) -> tuple[Self, str]:
-        """Read `mix=0.7:512/128,0.3:4096/256[,prefix=N]`; return what else there is, too."""
+        """Parse `mix=0.7:512/128,0.3:4096/256[,prefix=N]`; also return the remaining keys."""
         parts: list[tuple[float, int, int]] = []
         prefix, others = 0, []
         for item in text.removeprefix("mix=").split(","):
@@ -155,7 +155,7 @@ class _Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
-    """A workload, and who sends it."""
+    """A workload and its client."""
 
     workload: OpenLoop | ClosedLoop
     client: ClientConfig
@@ -335,7 +335,7 @@ def _take(values: dict[str, str], names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _convert(values: Mapping[str, object], kind: type[T], others: tuple[str, ...] = ()) -> T:
-    """Return what keys say; `others` are those that may be given as well, and were taken."""
+    """Convert keys to a `kind`; `others` are keys that are allowed too, and already taken."""
     known = (*kind.__struct_fields__, *others)
     for name in values:
         if name not in known:

@@ -1,4 +1,4 @@
-"""The analytic pass: what pools do at a load, by the planner's performance models.
+"""Analytic pass: figures of pools at a load, by the planner's performance models.
 
 Step times are those of the roofline; waits are quantiles of M/G/c; streams of a decode pool
 fluctuate as those of a shared station (`pigou.performance.model`).
@@ -182,7 +182,7 @@ class Analysis:
         self._limits: dict[tuple[Role, WorkerKind, int, int], float] = {}
 
     def changed(self, slo: Slo, demand: Demand) -> Analysis:
-        """Return the analysis for another objective and demand; what both share stays known."""
+        """Return the analysis for another objective and demand; keeps shared results."""
         other = Analysis(self._model, demand, slo, self._link, self.usd_per_hour)
         other._measured = self._measured
         if slo == self.slo and demand.mix == self.demand.mix and demand.loop is self.demand.loop:
@@ -324,7 +324,7 @@ class Analysis:
     # --- figures --------------------------------------------------------------------------------
 
     def figures(self, configuration: Configuration, rate_rps: float) -> LoadFigures:
-        """Return what a configuration does at a rate, latencies at the objective's percentile."""
+        """Return a configuration's figures at a rate, latencies at the objective's percentile."""
         if len(configuration.pools) > 1:
             latencies = self._split_latencies(rate_rps, *configuration.pools)
         else:

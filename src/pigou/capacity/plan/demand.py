@@ -1,4 +1,4 @@
-"""What a workload asks of a fleet: lengths, rate, and what its prompts have in common."""
+"""Demand of a workload: lengths, rate and shared prefixes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Demand:
 
 
 def read_demand(text: str, seed: int) -> Demand:
-    """Read what `--workload` says: a mix of lengths, made-up requests, or a trace."""
+    """Parse `--workload`: a mix of lengths, generated requests, or a trace."""
     if text.startswith("mix=") and not Path(text).exists():
         mix, rest = LengthMix.parse(text)
         if not rest:

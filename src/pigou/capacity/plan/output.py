@@ -1,4 +1,4 @@
-"""What a plan writes: its figures, and the files that start what it recommends."""
+"""Output of a plan: its figures, and the files that start the recommended fleet."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _VALUES_HEADING = (
 
 
 def plan_document(plan: CapacityPlan, request: PlanRequest) -> dict[str, Any]:
-    """Return what `--json` writes."""
+    """Return the document of `--json`."""
     demand, model = plan.demand, architecture(request.model)
 
     def document(item: PlannedConfiguration, standing: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Makes a plan: analyses all configurations, simulates the best, and prices what is scarce."""
+"""Makes a plan: analyses all configurations, simulates the best, and prices scarce resources."""
 
 from __future__ import annotations
 
@@ -351,7 +351,7 @@ def _short(analysis: Analysis, figures: LoadFigures) -> float:
 def _front(
     planned: Sequence[PlannedConfiguration],
 ) -> tuple[list[PlannedConfiguration], list[PlannedConfiguration]]:
-    """Return what no other is better than in all figures, and the rest."""
+    """Split configurations into the Pareto front and the rest."""
 
     def loss(item: PlannedConfiguration) -> tuple[float, ...]:
         figures = item.figures

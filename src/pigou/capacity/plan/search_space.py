@@ -83,7 +83,7 @@ def candidates(
 def _with_local_prompts(
     analysis: Analysis, seen: Sequence[Candidate], enough: int
 ) -> list[Candidate]:
-    """Return candidates with what decode workers add by computing prompts."""
+    """Return candidates with the rate that local prefill on decode workers adds."""
     best: dict[tuple[object, ...], int] = {}
     for i, candidate in enumerate(seen):
         key = candidate.configuration.workers_key

@@ -1,4 +1,4 @@
-"""Tiers of a planned fleet: what recurs in them, and where it is read soonest."""
+"""Tiers of a planned fleet: recurring KV, and its fastest placement."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class TierUse(msgspec.Struct, frozen=True, kw_only=True):
 def tier_use(
     made: Configuration, analysis: Analysis, kv_bytes: int, tiers: Sequence[TierConfig]
 ) -> TierUse:
-    """Return what tiers hold of a workload."""
+    """Return the use of tiers by a workload."""
     requests = [spec for one in analysis.demand.loop.sessions for spec in one.requests]
     device_bytes = device_bandwidth = 0.0
     workers = 0

@@ -52,7 +52,7 @@ class TrialFigures:
 
 
 def warm_up() -> None:
-    """Simulate a few requests, for what this process compiles, or loads, once."""
+    """Simulate a few requests, so that kernels are compiled and modules loaded."""
     kind = WorkerKind(gpu="H200", tp=1, kv_dtype="", max_seqs=8, chunk=512)
     pools = tuple(
         PlannedPool(role=role, kind=kind, workers=1) for role in (Role.PREFILL, Role.DECODE)

@@ -92,7 +92,7 @@ def _choose_fetches(
 def price_fetches(
     fleet: FleetView, prompt: int, open_: NDArray[np.bool_], restore: tuple[float, float]
 ) -> RemoteFetches | None:
-    """Return what each worker would fetch to compute a prompt; None if no fetch pays.
+    """Return each worker's best fetch for a prompt; None if no fetch pays.
 
         service(prompt - r) + fetch_base + fetch_token (r - o) < service(prompt - c) + restore
 

@@ -1,4 +1,4 @@
-"""Fields of Kubernetes' pods that a `PigouFleet` passes through, and what they may not say."""
+"""Kubernetes pod fields that a `PigouFleet` passes through, and their refused values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reconciliation of a fleet: from what is there and what is wanted to writes and a status."""
+"""Reconciliation of a fleet: writes and a status from its objects and its specification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exchange between gateways: signed messages of what each sends to workers."""
+"""Exchange between gateways: signed messages of their bookings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a registry holds of one worker, and the signature that shows who wrote it."""
+"""Registry entry of one worker, and its author's signature."""
 
 from __future__ import annotations
 

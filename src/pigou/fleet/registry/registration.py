@@ -37,7 +37,7 @@ _CALL_S = 5.0
 
 
 class RegistrationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where a worker registers itself, and as what; without `registry` it does not."""
+    """Registration of a worker: registry, id and labels; without `registry` there is none."""
 
     registry: Annotated[
         str,

@@ -589,7 +589,7 @@ async def _written(decode: Upstream, writing: Awaitable[None]) -> int:
 
 
 async def _to_end(connection: HTTPConnection) -> None:
-    """Read what follows the last event, to keep the connection."""
+    """Read the bytes after the last event, so that the connection can be kept."""
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(_END_S):
             while await connection.read():

@@ -218,7 +218,7 @@ class Relay(StreamCount):
         return with_cached_tokens(payload, cached)
 
     def _count(self, chunk: reply_parsing.RelayChunk) -> bool:
-        """Record tokens, ends and what is shown; return True if choices have token ids."""
+        """Record tokens, ends and shown text; return True if choices have token ids."""
         has_ids = is_shown = False
         state, choices = self.state, chunk.choices
         reported = None if chunk.nvext is None else chunk.nvext.completion_token_ids

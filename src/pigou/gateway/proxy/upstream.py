@@ -288,7 +288,7 @@ class Upstream:
     async def _rest(
         self, connection: HTTPConnection, held: ByteReservation, max_bytes: int
     ) -> bytes:
-        """Return the rest of an answer, whose bytes stay with `held`."""
+        """Return the rest of an answer; `held` keeps its bytes reserved."""
         answer = bytearray()
         failure: WorkerFailed | APIError | None = None
         try:

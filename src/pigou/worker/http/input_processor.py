@@ -56,7 +56,7 @@ class _Inputs:
 
 
 class InputProcessor:
-    """Converts requests to sequences; raises `APIError` on what cannot be honoured."""
+    """Converts requests to sequences; raises `APIError` for fields that cannot be honoured."""
 
     def __init__(
         self,

@@ -53,14 +53,14 @@ class SendBackend:
     name: str  # the same at both ends
 
     def details(self, blocks: Ints) -> dict[str, bytes | int]:
-        """Return what the receiving end needs to fetch these blocks."""
+        """Return the details that the receiver needs to fetch these blocks."""
         raise NotImplementedError
 
     def push(self, link: SideChannelLink, blocks: Ints, keep: Callable[[], None]) -> None:
         """Send the blocks, if this end moves them; call `keep` each chunk to renew the lease."""
 
     def finish(self, details: dict[str, bytes | int]) -> None:
-        """Free what `details` allocated for a pull that has ended."""
+        """Free memory that `details` allocated for a pull that has ended."""
 
     def close(self) -> None:
         """Free everything; no pull is running."""

@@ -1,1 +1,1 @@
-"""Measures what steps of a live worker take, over HTTP, and fits a timing to it."""
+"""Measures step times of a live worker over HTTP, and fits a timing to them."""

@@ -178,7 +178,7 @@ def scatter(seen: Sequence[tuple[StreamGaps, float]], places: Sequence[float]) -
 
 @dataclass(frozen=True)
 class FitError:
-    """How far a fit is from what was seen, as shares of that."""
+    """Errors of a fit, relative to the measurements."""
 
     what: str  # was seen
     count: int
@@ -206,7 +206,7 @@ def fit(seen: Measurements, about: dict[str, Any] | None = None) -> WorkerProfil
 
 
 def errors(timing: WorkerProfile, seen: Measurements) -> list[FitError]:
-    """Return how well a timing fits what was seen."""
+    """Return the errors of a timing against measurements."""
     fixed = timing.alone
     groups: dict[str, list[tuple[float, float]]] = {
         "decodes": [
@@ -229,7 +229,7 @@ def added(timing: WorkerProfile, prompts: Prompts) -> float:
 
 
 def _mixed(seen: Measurements) -> list[Prompts]:
-    """Return what prompts add to the steps of a stream, but for the plan that begins after them."""
+    """Return the seconds that prompts add to a stream's steps, without the next plan's begin."""
     begins = max(0.0, seen.rhythm[0][1][0]) if seen.rhythm else 0.0
     return [
         replace(mixed, seconds=max(0.0, mixed.seconds - begins)) for mixed in seen.prefill_mixed

@@ -114,7 +114,7 @@ class Target:
 
 
 async def find_target(config: ProfileConfig, session: aiohttp.ClientSession) -> Target:
-    """Ask a worker what it is; raises EndpointError if absent, busy, or without token ids."""
+    """Read a worker's limits; raises EndpointError if absent, busy, or without token ids."""
     card = await find_model(session, config.base, config.model)
     client = EndpointClient(session, config.base, card.id, ApiFlavour(), timeout=config.timeout)
     words = await tokenize(session, config.base, card.id, " " + " ".join(WORDS))
@@ -363,7 +363,7 @@ class Measuring:
                 )
 
     async def _mixed_once(self, often: int) -> bool:
-        """Run one stream as long as may be, and send beside it what is missing; False for none."""
+        """Run one stream at full length with the missing chunks beside it; False if none miss."""
         target = self._target
         wanted = [chunk for chunk in self._chunks if len(chunk.added_s) < often]
         wanted.sort(key=lambda chunk: len(chunk.added_s))
@@ -427,7 +427,7 @@ class Measuring:
 
 @dataclass(slots=True)
 class _MeasuredBatch:
-    """Sequences that decode together after prompts of one length, and what was seen of them."""
+    """Sequences that decode together after prompts of one length, and their measured times."""
 
     n: int
     length: int

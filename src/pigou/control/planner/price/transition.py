@@ -46,7 +46,7 @@ class PoolMembership:
         self._is_first = True
 
     def observe(self, window: PlannerWindow) -> None:
-        """Compare a window with the last one: arrivals, drains, and on whose order."""
+        """Compare a window with the last one: arrivals and drains, ordered ones apart."""
         ids: set[str] = set()
         drains: set[str] = set()
         for pool in window.pools:
