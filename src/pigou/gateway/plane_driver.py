@@ -53,25 +53,8 @@ class PrefillLeg(NamedTuple):
     traceparent: str = ""  # the waiting span; empty if not traced
 
 
-class PulledPrefill(NamedTuple):
-    """A worker's prefill reply: status and body."""
-
-    status: int
-    reply: bytes
-
-
-class LocalPrefill(NamedTuple):
-    """Prefill stays local, for a reason."""
-
-    reason: str
-
-
-class PrefillDropped(Exception):
-    """A queued prompt was dropped; do not retry it."""
-
-    def __init__(self, message: str, *, expired: bool) -> None:
-        super().__init__(message)
-        self.expired = expired  # whether no worker claimed it in time; else those that did failed
+class LocalPrefill(Exception):
+    """Prefill stays local; the message is the metric's label."""
 
 
 class GatewayPrefillQueue(Protocol):
@@ -88,8 +71,11 @@ class GatewayPrefillQueue(Protocol):
 
     async def prefill(
         self, request: Request, leg: PrefillLeg, on_claim: Callable[[str, int], None]
-    ) -> PulledPrefill | LocalPrefill:
-        """Enqueue a prompt, and return the reply; `on_claim` gets the worker."""
+    ) -> bytes:
+        """Enqueue a prompt, and return the reply; `on_claim` gets the worker.
+
+        Raises LocalPrefill if no worker pulls, and APIError.
+        """
         ...
 
 

@@ -39,16 +39,16 @@ from pigou.fleet.prefill_queue.messages import (
     QueuedPrefill,
     WorkerAlive,
 )
+from pigou.gateway.failure import Rejected
 from pigou.gateway.metrics import NO_BROKER, NO_PULLER
 from pigou.gateway.plane_driver import (
     LocalPrefill,
     PlaneDriver,
-    PrefillDropped,
     PrefillLeg,
-    PulledPrefill,
 )
 from pigou.gateway.proxy.upstream import Upstream
 from pigou.request import SECOND, Request
+from pigou.wire.errors import APIError
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.names import PullPool
 
@@ -70,13 +70,14 @@ _MIN_DELAY_S, _MAX_DELAY_S = 0.02, 0.25
 QueueService: TypeAlias = Callable[[Sequence[PrefillItem], Sequence[str]], ServiceTable]
 
 
-class UncomputedPrefill(Exception):
+class UncomputedPrefill(APIError):
     """Nobody computes a prompt: its deadline passed (`expired`), or it is a dead letter."""
 
     def __init__(self, effect: QueueEffect) -> None:
         self.expired = isinstance(effect, PrefillExpired)
         reason = "was claimed by nobody in time" if self.expired else "ended its workers"
-        super().__init__(f"prompt {effect.item.request} {reason}")
+        message = f"prompt {effect.item.request} {reason}."
+        super().__init__(503 if self.expired else 502, message, retry_after=1)
 
 
 class NobodyPulls(Exception):
@@ -401,7 +402,7 @@ class NatsPrefillQueue:
 
     async def prefill(
         self, request: Request, leg: PrefillLeg, on_claim: Callable[[str, int], None]
-    ) -> PulledPrefill | LocalPrefill:
+    ) -> bytes:
         """As `GatewayPrefillQueue.prefill`."""
         now_ns, plane = time.monotonic_ns(), self._plane_driver.plane
         wait_ns = min(plane.config.queue_timeout, self._max_wait_ns)
@@ -414,7 +415,7 @@ class NatsPrefillQueue:
         fields |= {"body": msgspec.json.encode(leg.body), "traceparent": leg.traceparent}
         expected = self._plane_driver.upstreams.get(leg.worker)
         if expected is None:
-            return LocalPrefill(NO_PULLER)
+            raise LocalPrefill(NO_PULLER)
         pool = self._pool(expected)
         self._requests[request.id] = request
 
@@ -424,15 +425,15 @@ class NatsPrefillQueue:
         try:
             offer = await self._publisher.prefill(item, fields, pool, claimed)
         except BrokerUnavailable:
-            return LocalPrefill(NO_BROKER)
+            raise LocalPrefill(NO_BROKER) from None
         except NobodyPulls:
-            return LocalPrefill(NO_PULLER)
-        except UncomputedPrefill as dropped:
-            raise PrefillDropped(str(dropped), expired=dropped.expired) from dropped
+            raise LocalPrefill(NO_PULLER) from None
         finally:
             if self._requests.get(request.id) is request:
                 del self._requests[request.id]
-        return PulledPrefill(offer.status, offer.reply)
+        if offer.status != 200:
+            raise Rejected(offer.status, offer.reply)
+        return offer.reply
 
     def _service(self, items: Sequence[PrefillItem], workers: Sequence[str]) -> ServiceTable:
         requests = [self._requests[item.request] for item in items]

@@ -14,13 +14,12 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.control.messages import Choice, PrefillClaimed, Recall, Shed
-from pigou.gateway.failure import Rejected, WorkerFailed, busy, surrender, suspect, unknown_model
+from pigou.gateway.failure import WorkerFailed, busy, surrender, suspect, unknown_model
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import (
     GatewayPrefillQueue,
     LocalPrefill,
     PlaneDriver,
-    PrefillDropped,
     PrefillLeg,
 )
 from pigou.gateway.proxy.connection import HTTPConnection, HTTPConnectionError
@@ -348,20 +347,14 @@ class RequestDriver(ABC):
         mark, parent = forecast.mark(run.parsed.tenant), run.traceparent
         sent = PrefillLeg(self._path, run.parsed.wire_id, mark, leg, forecast.worker.id, parent)
         try:
-            pulled = await queue.prefill(routed.request, sent, claimed)
-        except PrefillDropped as dropped:
-            status = 503 if dropped.expired else 502
-            raise APIError(status, f"{dropped}.", retry_after=1) from dropped
-        if isinstance(pulled, LocalPrefill):
-            self._metrics.unpulled_prompts.labels(pulled.reason).inc()
-            self._transfer = run.cached = None
-            self._choice = msgspec.structs.replace(self._choice, prefill=None, cached=0)
-            run.choice = self._choice
-            self._plane_driver.observe(PrefillClaimed(run.parsed.id, self._choice.decode, 0))
-            return None
-        if pulled.status != 200:
-            raise Rejected(pulled.status, pulled.reply)
-        return pulled.reply
+            return await queue.prefill(routed.request, sent, claimed)
+        except LocalPrefill as reason:
+            self._metrics.unpulled_prompts.labels(str(reason)).inc()
+        self._transfer = run.cached = None
+        self._choice = msgspec.structs.replace(self._choice, prefill=None, cached=0)
+        run.choice = self._choice
+        self._plane_driver.observe(PrefillClaimed(run.parsed.id, self._choice.decode, 0))
+        return None
 
     @abstractmethod
     async def _decode(self, step: StartDecode) -> LifecycleEvent:
