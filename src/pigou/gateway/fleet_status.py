@@ -87,7 +87,7 @@ def registry_families(status: RegistryStatus) -> Iterator[Metric]:
         ("ignored", "Records that are no entries of this fleet.", status.ignored),
     ):
         yield gauge_family(f"pigou_registry_{name}", help, float(value))
-    text = "Times that it stopped answering."
+    text = "Times that the registry stopped answering."
     yield counter_family("pigou_registry_outages", text, status.outages)
 
 

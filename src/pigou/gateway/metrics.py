@@ -96,10 +96,10 @@ class Metrics(MetricSet):
         )
         self.cancelled = counter("pigou_requests_cancelled", "Requests whose client left.")
         self.stalled = counter(
-            "pigou_clients_stalled", "Streams cut off because their client took nothing."
+            "pigou_clients_stalled", "Streams cut off because their client read nothing."
         )
         self.retried = counter(
-            "pigou_client_retries", "Requests whose client says that it tries once more."
+            "pigou_client_retries", "Requests that their client marks as a retry."
         )
         self.shed = counter("pigou_requests_shed", "Requests refused because the fleet was full.")
         self.overflowed = counter(
@@ -116,22 +116,25 @@ class Metrics(MetricSet):
             "pigou_request_duration_seconds", "From arrival to the end of the reply.", _SECONDS
         )
         self.reads = counter(
-            "pigou_peer_reads", "Prompts that were to be read from another worker's cache.",
+            "pigou_peer_reads", "Prompts to be read from another worker's cache.",
             "outcome",
         )  # fmt: skip
-        self.read_tokens = counter("pigou_peer_read_tokens", "Tokens that are expected to come so.")
+        self.read_tokens = counter(
+            "pigou_peer_read_tokens", "Tokens expected from other workers' caches."
+        )
         self.read_saves = counter(
-            "pigou_game_peer_read_saved_seconds", "Seconds that this is expected to save."
+            "pigou_game_peer_read_saved_seconds",
+            "Seconds that reads from other workers' caches are expected to save.",
         )
         self.inflight = self.gauge("pigou_requests_inflight", "Requests being served.")
         self.queued = self.gauge("pigou_requests_queued", "Requests that wait for a worker.")
         self.prefill_queue = self.gauge(
             "pigou_prefill_queue_prompts",
-            "Prompts of all gateways that prefill workers are to pull, or have claimed.",
+            "Prompts of all gateways waiting to be pulled by prefill workers, or claimed.",
         )
         self.unpulled_prompts = counter(
             "pigou_prefill_queue_unpulled",
-            "Prompts that decode workers computed: no worker of theirs pulls, or no broker is up.",
+            "Prompts computed by decode workers: no prefill worker pulls, or no broker is up.",
             "reason",
         )
         for reason in (NO_PULLER, NO_BROKER):
@@ -144,14 +147,14 @@ class Metrics(MetricSet):
             "Between two chunks of a stream, for each token of the later one.", _ITL,
         )  # fmt: skip
         self.decision = fast(
-            "pigou_game_decision_seconds", "What one routing decision takes to compute.", _DECISION
+            "pigou_game_decision_seconds", "Seconds to compute one routing decision.", _DECISION
         )
         self.cost = fast(
             "pigou_game_routing_cost", "Cost of the chosen workers, in the policy's unit.", _COST
         )
         self.regret = fast(
             "pigou_game_regret_seconds",
-            "What a choice costs everybody more than the best candidate would have.", _REGRET,
+            "Extra cost of a choice to all requests over that of the best candidate.", _REGRET,
         )  # fmt: skip
         self.overlap = fast(
             "pigou_game_overlap_blocks", "Leading blocks of a prompt that its worker holds.",
@@ -265,10 +268,10 @@ class StageMetrics:
         )  # fmt: skip
         self._stalls = metrics.counter(
             "pigou_stream_stalls", "Pauses of streams above 10 times the median inter-token "
-            "latency, by who made them.", "cause",
+            "latency, by cause.", "cause",
         )  # fmt: skip
         self._stall_seconds = metrics.counter(
-            "pigou_stream_stall_seconds", "Seconds of these pauses.", "cause"
+            "pigou_stream_stall_seconds", "Seconds of stream pauses.", "cause"
         )
         for cause in ("client", "engine"):
             self._stalls.labels(cause)

@@ -146,9 +146,11 @@ def price_families(status: Status, prices: Sequence[Price]) -> Iterator[Metric]:
     """Yield the gauges `pigou_game_*` of known prices."""
     text = "Regime: 0 below, 1 transition, 2 saturated."
     yield gauge_family("pigou_game_saturation_state", text, status.regime.level)
-    yield gauge_family("pigou_game_saturation_signal", "What the detector looks at.", status.signal)
     yield gauge_family(
-        "pigou_game_router_temperature", "Temperature of the choice.", status.temperature
+        "pigou_game_saturation_signal", "Signal of the saturation detector.", status.signal
+    )
+    yield gauge_family(
+        "pigou_game_router_temperature", "Softmax temperature of the choice.", status.temperature
     )
     parameters = [
         ((name,), float(value))
@@ -188,7 +190,7 @@ def _poa_families(estimate: PoAEstimate, workers: Sequence[str]) -> Iterator[Met
     text = "The index of Georgiou 2026, Eq. 12."
     yield gauge_family("pigou_game_poa_legacy", text, estimate.legacy)
     split = estimate.split
-    text = "Seconds that the best prefill/decode split would save a request; 0: it is the present."
+    text = "Seconds that the best prefill/decode split would save a request; 0 for the present one."
     yield gauge_family("pigou_game_split_saves_seconds", text, split.saves if split else 0.0)
     moves = split.moves if split else ()
     text = "Whether the best prefill/decode split would change a worker's role."
