@@ -40,6 +40,7 @@ KEYS = frozenset(
 )  # fmt: skip
 
 
+ROOMS = ("src", "lab/src", "benchmarks", "tools")
 #: First words of a comment that leave out what it speaks of: `# of the last token`.
 _HEADLESS = re.compile(r"(?:^\s*|\S  )#:? (of|that|its|whose|which)\b", re.I)
 #: The same in place of the field's noun: `# what a running stream lost to it`.
@@ -116,7 +117,7 @@ def test_a_word_is_found_as_a_part_and_never_inside_another(
 def test_a_comment_names_what_it_speaks_of() -> None:
     bad = [
         f"{path.relative_to(ROOT)}:{number} {comment}"
-        for room in ("src", "lab/src")
+        for room in ROOMS
         for path in sorted((ROOT / room).rglob("*.py"))
         for number, comment in headless(path.read_text().splitlines())
     ]
@@ -132,7 +133,7 @@ def test_an_option_says_on_its_own_what_it_sets() -> None:
 def test_a_parameter_is_named_not_called_so_many() -> None:
     bad = [
         f"{path.relative_to(ROOT)}:{number}"
-        for room in ("src", "lab/src", "docs")
+        for room in (*ROOMS, "docs")
         for path in sorted((ROOT / room).rglob("*"))
         if path.suffix in (".py", ".md")
         for number, line in enumerate(path.read_text().splitlines(), 1)

@@ -49,7 +49,7 @@ from tiny import corpus
 HORIZON, CUT, STEPS = 256.0, 0.25, {"train": 8000, "generic": 2000}
 RECEIVED = 0.15  # weight of attention received
 GENERIC_RECEIVED = 0.25  # the same, where no key and value is looked at
-EARLY = 4  # the policy that cuts are made by is trained on one in so many sequences, alone
+EARLY = 4  # the policy that makes the cuts is trained on every fourth sequence alone
 
 
 def read_corpus(folder: Path) -> corpus.Split:
@@ -97,7 +97,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def calibrate(args: argparse.Namespace) -> None:
-    """Prints how often the truth is within so many sigma, on held-out sequences."""
+    """Prints how often the truth is within k sigma, on held-out sequences."""
     model, paper = ReturnModel.load(args.out / RETURNS), PaperModel.load(args.out / PAPER)
     part, policy = read_corpus(args.corpus).held_out, model if args.cut or args.received else None
     data = gather(args, args.model, part, args.seed + 1, args.sequences, policy)

@@ -38,7 +38,7 @@ from pigou.request import SECOND, FinishReason, Request, Worker
 TICK = SECOND // 10
 QUIET = ("ant", "bee")
 FLOOD = "locust"
-#: Share of the capacity that each quiet tenant asks for; the flood asks for so many times that.
+#: Share of the capacity that each quiet tenant asks for; the flood asks for a multiple of it.
 SHARE = 0.2
 TARGET = 1.3
 

@@ -96,7 +96,7 @@ class Sampler:
 
 
 def run(name: str, blocks: int, policy: str, seed: int, most: float) -> Row:
-    """Simulate a workload with pools of so many blocks; `most` is the share of hits of the first
+    """Simulate a workload with pools of `blocks` blocks; `most` is the share of hits of the first
     run, NaN for that run itself.
     """
     control = ControlConfig(

@@ -34,7 +34,7 @@ from pigou.request import NEVER, Request
 #: Tokens that one hash id of the trace stands for.
 ID_TOKENS = 512
 TRACE = Path("traces") / "mooncake" / "conversation_trace.jsonl.zst"
-#: A step takes so many nanoseconds, and so many more for each token.
+#: Nanoseconds of a step, and of each of its tokens.
 STEP, TOKEN = 8_000_000, 50_000
 
 

@@ -48,7 +48,7 @@ class Way:
 
 
 def request_bytes(url: str, tokens: int, chunks: int, pause_s: float) -> bytes:
-    """Return a streamed request with a prompt of about so many tokens, 4 characters each."""
+    """Return a streamed request with a prompt of about `tokens` tokens, 4 characters each."""
     body = json.dumps(
         {
             "model": "stub",

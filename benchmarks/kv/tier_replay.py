@@ -32,7 +32,7 @@ CHUNK = 512
 
 
 def worth(tokens: int, link: float = HOST_LINK) -> RecomputeCost:
-    """Seconds that a block of so many tokens saves, which counts as one byte here.
+    """Seconds that a block of `tokens` tokens saves, which counts as one byte here.
 
     The roofline's time of a chunk of prompt after d chunks is a line in d. A block of a part p of
     the chunk takes p of its base, and p * p of its slope, which is for each block before it.
@@ -141,8 +141,8 @@ MODES = {
 }
 
 
-#: Lets the lower tier have an event, of which the upper one holds so many blocks, and both so many;
-#: returns how many were written to it.
+#: Gives the lower tier an event, with the blocks of it in the upper tier and in both tiers; returns
+#: the blocks written to the lower tier.
 Way = Callable[[Tier, Tier, Event, int, int], int]
 
 
@@ -234,7 +234,7 @@ class LastCall:
         _, victims = _bring_up(device, event, own)
         if event.asks:
             below = lower.use(event.blocks, event.at)
-        else:  # of an answer, the prompt was used when it came
+        else:  # blocks of an answer; the prompt was used when it came
             below = lower.find(event.keys, event.at)
             lower.policy.on_miss(event.blocks[below:], event.at)
         room = lower.cap_bytes - lower.used_bytes

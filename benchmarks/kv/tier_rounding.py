@@ -24,7 +24,7 @@ from pigou.workload.packed import unpacked
 
 SIZES = (1, 16, 64, 256)
 GROUPS = (1, 2, 4, 8)
-#: Of the sessions of the trace, as many: blocks of 64 tokens are many.
+#: Sessions of the trace to replay: with blocks of 64 tokens they are many.
 SESSIONS = 40
 
 

@@ -14,7 +14,7 @@ from pigou.request import SECOND
 from pigou.workload.trace import Trace, TraceSession, Turn
 from pigou.workload.trace_formats import read_trace
 
-#: Sessions without recorded starts begin at random, so many seconds apart in the mean.
+#: Mean gap between random starts of sessions without recorded ones, in seconds.
 APART_S = 20.0
 #: Seconds for each token of an answer, where the trace is a closed loop.
 TOKEN_S = 0.02

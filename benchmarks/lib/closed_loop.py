@@ -51,7 +51,7 @@ def make_jobs(
 def closed_loop(
     url: str, model: str, jobs: Sequence[Job], concurrency: int, stream: bool = True
 ) -> Run:
-    """Run the jobs with so many always in flight; raises RuntimeError when one falls short.
+    """Run the jobs with `concurrency` in flight; raises RuntimeError when one falls short.
 
     Without `stream`, each reply comes as a whole, and no TTFT is noted.
     """

@@ -38,7 +38,7 @@ from benchmarks.lib.servers import (
 
 #: Prompts, each with one right reply for each number of tokens.
 _PROMPTS = 16
-#: Of a sleeping worker: a step is 20 ms and 2 ms for each stream, a second has 2,000 prompt tokens.
+#: Options of a mock worker: 20 ms a step, 2 ms more per stream, 2,000 prompt tokens a second.
 WORKER = ("--executor", "sleep", "--sleep-base", "20000000", "--sleep-per-seq", "2000000",
            "--sleep-prefill-rate", "2000", "--repeat", "1")  # fmt: skip
 _TEXT_ROUTE = "/v1/completions"

@@ -161,7 +161,7 @@ class Client:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, rate: float, seconds: float, warm: bool = False) -> None:
-        """Send so many requests a second; each time the same ones, but for the warm-up."""
+        """Send `rate` requests a second; each time the same ones, but for the warm-up."""
         argv = [sys.executable, "-m", "pigou", "bench", self._url, "--rate", str(rate), "--input",
                 self._args.input, "--output", self._args.output, "--duration", str(seconds),
                 "--seed", str(self._seed + warm), "--json", str(self._report)]  # fmt: skip

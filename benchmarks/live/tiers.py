@@ -172,7 +172,7 @@ def restart(console: Console, options: Sequence[str], folder: Path, seed: int) -
     prompts = [[rng.randrange(5, 400) for _ in range(1000)] for _ in range(8)]
     first = start("before", options, folder)
     before = [ask(first.url, prompt, 16) for prompt in prompts]
-    time.sleep(1.0)  # what was computed last is still on its way
+    time.sleep(1.0)  # the last blocks are still on their way
     os.kill(first.pid, signal.SIGKILL)
     first.stop()
     second = start("after", options, folder)

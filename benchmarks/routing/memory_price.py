@@ -51,7 +51,7 @@ class MemoryFree(Toll):
 
 @dataclass(frozen=True)
 class Shortage:
-    """So many sessions at once, on a fleet whose workers have so many blocks."""
+    """Concurrent sessions, and the blocks of each worker of their fleet."""
 
     sessions: int
     members: str
@@ -70,7 +70,7 @@ SHORTAGES = (
 
 
 def sessions(traces: Path, count: int, seed: int) -> OpenLoop:
-    """Return so many sessions that fit."""
+    """Return `count` sessions that fit."""
     trace = read_cached(traces / AGENTS)
     fit = tuple(
         each

@@ -2,7 +2,7 @@
 
     python -m benchmarks.routing.policy_cost [--workers 64] [--rounds 7] [--calls 300]
 
-Two fleets of so many workers: `pool`, where every worker does both, and `apart`, a quarter of
+Two fleets of `--workers`: `pool`, where every worker does both, and `apart`, a quarter of
 them for prefill, three quarters for decode, where each decode worker is offered alone and with
 each of the four soonest prefill workers. The figure is the median over rounds of the mean over
 the calls of a round, candidates given; the rounds of all policies are interleaved.

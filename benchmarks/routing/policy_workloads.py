@@ -146,7 +146,7 @@ def read_cached(path: Path) -> Trace:
 
 
 def window(name: str, rate: float, requests: int) -> Load:
-    """Return so many requests in a row of a trace, at so many a second on average."""
+    """Return `requests` consecutive requests of a trace, at a mean `rate` a second."""
 
     def load(traces: Path, seed: int) -> OpenLoop:
         sessions = read_cached(traces / name).sessions
@@ -162,7 +162,7 @@ def window(name: str, rate: float, requests: int) -> Load:
 
 
 def _agents(sessions: int) -> Load:
-    """Return the first turns of so many agent sessions at once, thinking a tenth as long."""
+    """Return the first turns of concurrent agent sessions, thinking a tenth as long."""
 
     def load(traces: Path, seed: int) -> OpenLoop:
         drawn = some(read_cached(traces / AGENTS), sessions, np.random.default_rng(seed))
@@ -194,7 +194,7 @@ def _clients(folder: Path) -> list[tuple[str, float, float, Any, Any]]:
 
 
 def tenants(rate: float, requests: int) -> Load:
-    """Return so many requests of ServeGen's clients, at so many a second altogether."""
+    """Return `requests` requests of ServeGen's clients, at `rate` a second altogether."""
 
     def load(traces: Path, seed: int) -> OpenLoop:
         rng, clients = np.random.default_rng(seed), _clients(traces / _SERVEGEN)

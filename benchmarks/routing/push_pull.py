@@ -36,7 +36,7 @@ class PullScenario:
     name: str
     rate: float  # requests a second
     burst: int = 1  # requests that arrive together
-    tokens: tuple[int, int] = (256, 4096)  # of a prompt, drawn evenly from (least, most)
+    tokens: tuple[int, int] = (256, 4096)  # prompt length, drawn evenly from (least, most)
     prefixes: int = 0  # different beginnings of prompts; 0 for prompts that share nothing
     shared: float = 0.8  # part of a prompt that such a beginning is
     slow: float = 1.0  # times that steps of two of the four prefill workers take as long

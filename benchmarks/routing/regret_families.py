@@ -68,7 +68,7 @@ def _paper(fleet: str, users: int) -> Workload:
 
 
 def _agents(sessions: int, concurrency: int, faster: float, turns: int | None = None) -> Load:
-    """Return agent sessions, so many at once, that think `faster` times as fast as they did.
+    """Return agent sessions at a concurrency, thinking `faster` times as fast as they did.
 
     With `turns` they have no more than these, and prompts that fit a short memory.
     """

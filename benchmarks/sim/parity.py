@@ -7,8 +7,8 @@ model, profiled by ``pigou profile`` before each load and after the last. Each r
 
 A machine whose pace changes within a minute was another one when it was profiled: a load is
 therefore simulated by the profile before it and by the one after it, and the figures are means of
-both. ``--rounds`` runs each load so many times, in turns, each with arrivals of its own, and ends
-with medians.
+both. ``--rounds`` repeats each load, in turns, each with arrivals of its own, and ends with
+medians.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from pigou.sim.workload import ClosedLoop, OpenLoop, RequestLengths
 from pigou.workload.trace_formats import read_trace
 from pigou.workload.workload_spec import from_trace
 
-#: Of the worker that computes.
+#: Limits of the real worker.
 WORKER_SEQS, WORKER_BUDGET = 32, 512
 WORKER_INPUT, WORKER_OUTPUT = (32, 512), (16, 128)
 LONGEST_SERVED = WORKER_INPUT[1] + WORKER_OUTPUT[1]
@@ -55,7 +55,7 @@ def worker_parity(args: argparse.Namespace, folder: Path) -> None:
     rounds: dict[float, list[Pair]] = {}
     with Server(argv, url=url, log=log, env=environment, cores=[engine]) as server:
         server.wait_healthy()
-        os.sched_setaffinity(0, [client])  # what is started from here on inherits it
+        os.sched_setaffinity(0, [client])  # processes started from here on inherit it
         limits = get_json(f"{url}/server_info")
         timing = before = args.timing or profiled(url, folder / "timing.json", args)
         rates = rates_of(args, timing)

@@ -38,7 +38,7 @@ class Streams:
     """An executor whose streams all decode."""
 
     executor: TorchExecutor
-    tables: np.ndarray  # its block tables
+    tables: np.ndarray  # block tables
     entries: np.ndarray
     next: np.ndarray  # position of each stream's next token
     seconds: dict[str, float] = field(default_factory=dict)  # taken by each part so far

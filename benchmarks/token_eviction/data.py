@@ -44,8 +44,8 @@ def text_rows(
             begins later; a row that would end behind its text is left out.
 
     Raises:
-        ValueError: the texts are too short for so many rows that do not overlap, or the shift is
-            out of range.
+        ValueError: the texts are too short for `rows` rows without overlap, or the shift is out
+            of range.
     """
     if not 0 <= shift < 1:
         raise ValueError(f"shift is {shift}; it must be 0 or more and below 1")

@@ -33,7 +33,7 @@ from pigou_lab.token_eviction.baselines import Oracle
 
 #: Tokens after a cut that the oracle knows.
 HORIZON = 256
-#: Of the power mean of what a predictor trained for a model says: lower than where questions are
+#: Order of the power mean for a predictor trained for a model: lower than where questions are
 #: asked.
 ORDER = 0.5
 #: Behind a policy's name: what it keeps beside keys and values comes out of its budget too.
@@ -92,7 +92,7 @@ class PigouSide:
     def names(self, prepared: Prepared) -> list[str]:
         """Return the names of all methods on a task, of policies those that are installed."""
         known = {"full", *entry_points(group=GROUP).names}
-        # Of a prompt computed in one step, FIFO and LRU keep what a window keeps.
+        # FIFO and LRU keep the same as a window of a prompt computed in one step.
         streams = [] if prepared.task.whole else ["fifo", "lru", "oracle" + REST]
         bare = not (Path(prepared.task.model) / RETURNS).exists()
         trained = ["pigou" + TRAINED] if self._training is not None and bare else []

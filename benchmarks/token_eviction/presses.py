@@ -108,7 +108,7 @@ class Oracle(ScorerPress):
     # attention to come by position, of the layer, shape (rows, kv_heads, length); set before each
     # cut.
     future: Callable[[int], torch.Tensor] | None = None
-    # of the entries of a layer, shape (rows, kv_heads, entries).
+    # positions of a layer's entries, shape (rows, kv_heads, entries).
     positions: Callable[[int], torch.Tensor] | None = None
 
     def score(

@@ -48,8 +48,8 @@ from tools.make_random_checkpoint import Shape, write_checkpoint
 
 #: Tokens of a block; tokens after a prompt that was cut.
 CHUNK, FOLLOWING = 16, 256
-#: That random weights' predictor learns of, steps of its optimizer, and the weight of what entries
-#: bring where others go: more than by default, as nothing is asked there that was told long ago.
+#: Training data of the random weights' predictor, steps of its optimizer, and the weight of an
+#: entry's value at cuts: above the default, as no task asks there for text of long ago.
 SEQUENCES, STEPS, CUT = 40, 1500, 0.5
 Labels = dict[str, NDArray[np.int64]]
 Run = Callable[[], Outcome]
@@ -74,7 +74,7 @@ def recall_tasks(
 ) -> Iterator[tuple[Task, NDArray[np.int64], Labels]]:
     """Yield the tasks of recall, with their tokens and what their rows are."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    at = args.context + 1  # of the key, behind its mark
+    at = args.context + 1  # position of the key, behind its mark
     for kind, whole, count in (("cut", args.context, args.items), ("streamed", 0, args.streamed)):
         found = recall_rows(
             tokenizer, texts[0], pairs=args.pairs, distances=args.distances, count=count,
@@ -179,7 +179,7 @@ def main() -> None:
         args.json.write_text(json.dumps(found), encoding="utf-8")
 
 
-#: What the outcomes of a folder depend on.
+#: Options that the outcomes of a folder depend on.
 SIZES = ("rows", "shift", "length", "context", "pairs", "distances", "items", "streamed", "few",
          "sinks", "recent", "at_once", "sequences")  # fmt: skip
 

@@ -43,7 +43,7 @@ class Cell:
     budget: Budget
     limit: float  # bytes of it, for a row
     outcomes: dict[str, Outcome]  # by method; the names begin with `PIGOU` or `KVPRESS`
-    # of the rows, by name, each of shape (rows,); empty for text.
+    # labels of the rows, by name, each of shape (rows,); empty for text.
     labels: dict[str, NDArray[np.int64]]
 
     @property

@@ -63,9 +63,9 @@ class Prepared:
     task: Task
     folder: Path
     tokens: NDArray[np.int64]  # shape (rows, length)
-    # of the full cache at the measured positions, shape (rows, n, vocab).
+    # full cache's logits at the measured positions, shape (rows, n, vocab).
     logits: NDArray[np.float32]
-    # of the full cache at the asked positions, shape (rows, m, layers, heads, length).
+    # full cache's attention at the asked positions, shape (rows, m, layers, heads, length).
     attention: NDArray[np.float32]
     # attention that the full cache has given to each position by each cut, and by the end of the
     # row, shape (rows, cuts + 1, layers, kv_heads, length).
@@ -105,7 +105,7 @@ class Outcome:
     right: NDArray[np.bool_]  # whether the likeliest token is the one that follows, shape (rows, n)
     # share of the full cache's attention on what was kept, shape (rows, m, layers, heads).
     mass: NDArray[np.float64]
-    mean_bytes: float  # of keys and values, over the tokens from `measured` on, for a row
+    mean_bytes: float  # keys and values, over the tokens from `measured` on, for a row
     peak_bytes: float  # the most that attention worked on at once after the first cut, for a row
     side_bytes: float  # the most that the method kept beside keys and values, for a row
     seconds: float

@@ -38,7 +38,7 @@ def least_budget(
     """Bisect the budget, by ratios, between two numbers of blocks.
 
     Args:
-        run: runs the policy on so many blocks.
+        run: runs the policy on a number of blocks.
         full: perplexity of the full cache.
         low: blocks; tried only if everything above was good.
         high: blocks with which nothing is given up.

@@ -27,7 +27,7 @@ class Step:
     # by request, original positions, shape (layers, kv_heads, entries).
     kept: dict[str, Ints] = field(default_factory=dict)
     used: int = 0  # blocks in use
-    price: float = 0.0  # of a block, as the core has it
+    price: float = 0.0  # the core's price of a block
     running: int = 0  # requests in the batch
 
 

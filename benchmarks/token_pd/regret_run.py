@@ -40,10 +40,10 @@ class Course:
     each: Floats  # regret against the best set of each step, after every step, shape (T,)
     ends: list[int]  # steps after which the fixed optimum is told, shape (k,)
     fixed: Floats  # regret against it, shape (k,)
-    possible: float  # what the best sets earned in all
+    possible: float  # total return of the best sets
     got: float
-    # of Token-PD's rule on the premises of its bound, after those steps: regret, tokens beyond the
-    # budget (summed over steps), regret within the budget; shape (k, 3).
+    # figures of Token-PD's rule on the premises of its bound, after those steps: regret, tokens
+    # beyond the budget (summed over steps), regret within the budget; shape (k, 3).
     priced: Floats
     # entries kept, of those that the budget's bytes hold, in the steps in which not all fit: blocks
     # are not full, and not all are handed out.

@@ -41,7 +41,9 @@ class Setting:
 
     policy: str  # name of the token eviction; "none" for none (requests wait and are preempted)
     streams: int  # most requests that run at once
-    blocks: int  # of `BLOCK` tokens, for whose bytes the device has blocks of `block`
+    blocks: (
+        int  # budget in blocks of `BLOCK` tokens; the device gets blocks of `block` for its bytes
+    )
     # parameters of the policy; `constant`, which none has, puts this number in the place of what
     # its predictor says of any entry.
     params: dict[str, float] = field(default_factory=dict)
@@ -205,7 +207,7 @@ def block_bytes(engine: LocalEngine) -> int:
 
 
 def blocks_for(model: LoadedModel, policy: str, blocks: int) -> int:
-    """Return the blocks that a policy has for the bytes of so many blocks of keys and values."""
+    """Return the blocks that a policy has for the bytes of `blocks` blocks of keys and values."""
     engine = LocalEngine(model, Setting(policy, 1, 64).engine())
     return blocks * int(engine.cache.layout.block_bytes) // block_bytes(engine)
 

@@ -92,7 +92,7 @@ class Bench:
     def setting(
         self, policy: str, streams: int, blocks: int, params: dict[str, float] | None = None
     ) -> Setting:
-        """Return a setting whose budget has the bytes of so many blocks, side data included."""
+        """Return a setting with a budget of the bytes of `blocks` blocks, side data included."""
         from benchmarks.token_pd.run import Setting, blocks_for
 
         if policy not in self._shares:
@@ -167,7 +167,7 @@ def table(bench: Bench) -> None:
 
 
 def _arrivals(bench: Bench, streams: int) -> tuple[list[Item], list[Arrival]]:
-    """Return requests for so many streams, and when they come; tell how many, and how fast."""
+    """Return requests for `streams` streams and their arrivals; print their number and rate."""
     from benchmarks.token_pd.load import arrivals
 
     args = bench.args
@@ -296,7 +296,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     parser.add_argument(
         "--blocks", type=int, default=SHARE * 256,
-        help="the budget: bytes of so many blocks of 16 tokens; side data is paid for out of it",
+        help="the budget, in the bytes of blocks of 16 tokens; side data is paid for out of it",
     )  # fmt: skip
     parser.add_argument("--requests", type=float, default=2.0, help="for each stream")
     parser.add_argument("--busy", type=float, default=0.9, help="share of the time, under FIFO")

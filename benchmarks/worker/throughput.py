@@ -50,7 +50,7 @@ from tools.make_random_checkpoint import Shape, write_checkpoint
 
 PROMPT = 128
 OUTPUT = 64
-#: Of the static batches, as in `benchmarks.worker.static_batches`.
+#: Size of the static batches, as in `benchmarks.worker.static_batches`.
 BATCH = 32
 QWEN = Shape(
     family="qwen2",

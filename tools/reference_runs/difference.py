@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 MAX_SHOWN = 20
-#: What a document that lacks a field is shown to have there.
+#: Shown for a field that a document lacks.
 ABSENT = "(absent)"
 _WIDTH = 160
 

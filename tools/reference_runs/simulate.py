@@ -20,7 +20,7 @@ from .simulations import SIMULATIONS
 from .store import compact, without_wall_clock
 from .traces import INPUTS
 
-#: Of the page's data, what the command line and the version of Pigou say.
+#: Parts of the page's data that follow from the command line and the version of Pigou.
 _NOT_REPORTED = ("config", "figures", "pigou", "title")
 
 
@@ -80,7 +80,7 @@ def simulate(name: str) -> dict[str, Any]:
 
 
 def simulate_all(names: Sequence[str], jobs: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Run simulations in so many processes, and yield them in order."""
+    """Run simulations in `jobs` processes, and yield them in order."""
     with processes(jobs) as pool:
         yield from zip(names, pool.map(simulate, names), strict=True)
 

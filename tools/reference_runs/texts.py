@@ -64,7 +64,7 @@ _TOOL = {
     },
 }
 
-#: What each feature of the API does to a text; asked one after another.
+#: Requests of the API's features, sent one after another.
 FEATURES = {
     "completion": completion("Good morning"),
     "completion-stream": completion("Good morning", **_STREAM),

@@ -13,7 +13,7 @@ class Blend:
     """Weights of a geometric mean; what an entry changes alone has the rest."""
 
     received: float
-    cut: float  # of what it brings at a cut, in the first layers
+    cut: float  # weight of its value at a cut, in the first layers
     layers: float = 1.0  # share of the layers, from the first on, in which that counts
 
     def of(self, parts: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def predict(model: ReturnModel, examples: Examples) -> tuple[Tensor, Tensor]:
 
 
 def _rows(name: str, error: Tensor, sigma: Tensor, target: Tensor) -> Iterator[str]:
-    yield f"{name}: share of examples within so many sigma of the mean"
+    yield f"{name}: share of examples within k sigma of the mean"
     yield "head   " + "".join(f"{share:>9.1%}" for _, share in BANDS) + "   explained   sigma"
     for head, (err, sig) in enumerate(zip(error, sigma, strict=True)):
         yield _row(f"{head}", err, sig, target[head])

@@ -14,9 +14,9 @@ from pigou.runtime.token_eviction.predictor import ReturnModel
 from returns.change import ROOM
 
 SINKS, RECENT = 4, 32  # protected anyway
-SHARES = (0.5, 0.25, 0.25, 0.125)  # of the entries that a cut leaves, as likely as they stand here
-OWN = 0.1  # of an entry's own squared change that it is worth at least
-STRIDE = 2  # of the queries to come, one in so many is looked at
+SHARES = (0.5, 0.25, 0.25, 0.125)  # shares of entries that a cut leaves, equally likely
+OWN = 0.1  # minimum worth of an entry, as a share of its own squared change
+STRIDE = 2  # every second query to come is looked at
 
 
 def cut(model: ReturnModel, content: Tensor, masses: Tensor, share: float) -> Tensor:

@@ -49,8 +49,8 @@ class Collector:
     """Runs a model over sequences, and picks entries at random."""
 
     decoder: Decoder
-    horizon: float  # that the return to come is discounted with, in tokens
-    # whose cuts returns are looked at under; None: of entries alone.
+    horizon: float  # discount horizon of returns to come, in tokens
+    # policy that makes the cuts of returns; None for returns of entries alone.
     policy: ReturnModel | None = None
 
     @torch.inference_mode()

@@ -12,7 +12,7 @@ from pigou.runtime.token_eviction.predictor import CONTENT, SCALES, ReturnModel,
 from returns.examples import Examples
 
 BIRTH, VALUE = 32, 16  # hidden units
-APART = 8  # the last one in so many examples is not trained on, and calibrates sigma
+APART = 8  # every eighth example is held out, and calibrates sigma
 
 
 class Fit:

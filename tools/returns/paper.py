@@ -19,7 +19,7 @@ LATEST = 64  # least queries that come after a token that is learned from
 class Births:
     """Tokens at their birth."""
 
-    logits: Tensor  # of the step that stored the token, shape (n, vocab), float16
+    logits: Tensor  # logits of the step that stored the token, shape (n, vocab), float16
     target: Tensor  # R: mean attention that came later, over queries, layers and heads, shape (n,)
 
     @classmethod

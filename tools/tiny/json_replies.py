@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tiny.train import Level, Trainer
 
 LENGTH, ROWS = 256, 4  # tokens and sequences of a batch of JSON
-DEPTH = 3  # of nested lists and objects, at most
+DEPTH = 3  # maximum depth of nested lists and objects
 KEEP = 8.0  # weight of the divergence from the earlier predictions
 _KEYS = """
     name title date city country items tags price total count id type status email author year
@@ -37,7 +37,7 @@ _KEYS = """
     created_at is_open genre pages duration color size query arguments
 """
 KEYS = _KEYS.split()
-#: Of years, months, days and hours.
+#: Ranges of years, months, days and hours.
 SPANS = ((1990, 2030), (1, 13), (1, 29), (0, 24))
 #: Shares of lists by length: after each item a greedy reply ends its list.
 ITEMS = (0.2, 0.45, 0.25, 0.1)

@@ -15,7 +15,7 @@ from tiny.model import Tiny
 from tiny.tasks import Ids, Tasks
 
 ROWS, PROMPT, NEW = 16, 48, 112  # sequences of a batch, and their tokens: given and continued
-GRAM = 4  # tokens; a run of so many that was said before is a loop
+GRAM = 4  # tokens of a repeated run that counts as a loop
 
 
 def loops(ids: Ids, begin: int, tasks: Tasks) -> NDArray[np.bool_]:

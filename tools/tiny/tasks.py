@@ -149,7 +149,7 @@ class Tasks:
         self, rng: Random, length: int, keys: int, values: int, *, few: float = 1.0
     ) -> Sequence:
         """Pair lines between lines of text, and told again later: scattered, or all of them at
-        the end. Where fewer than `few` answers are, they weigh as much as so many.
+        the end. Fewer answers than `few` weigh as much as `few`.
         """
         most = min(keys, 48, length // 16)
         count = int(min(most, np.exp(rng.uniform(0, np.log(most + 1)))))

@@ -37,8 +37,8 @@ class Level:
     chat: float = 0.0
     asked: float = 0.0
     bare: float = 0.0  # share of the streams that leave out mark and newline
-    few: float = 1.0  # answers of a woven text weigh at least as much as so many
-    steps: int = 0  # at least so many
+    few: float = 1.0  # minimum number of answers that a woven text weighs
+    steps: int = 0  # minimum of steps
     goal: float = 0.95  # and until this share of answers is given more than half of the probability
 
 

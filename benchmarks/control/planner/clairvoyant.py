@@ -98,7 +98,7 @@ def _inside(pool: ForeseenPool, rps: float, workers: int, mix: RequestMix, slo: 
     limits = np.maximum.accumulate(np.array(_LIMITS[key][::-1]))
     loads = np.array([0.0, *limits, _OVERLOAD * limits[-1]])
     inside = float(np.interp(rps, loads, [1.0, *SHARES[::-1], 0.0]))
-    return inside**2 if pool.role is Role.BOTH else inside  # of TTFT and of ITL
+    return inside**2 if pool.role is Role.BOTH else inside  # TTFT times ITL
 
 
 def plan_orders(

@@ -27,7 +27,7 @@ class Demand:
     """What arrives in each step of `STEP_S` seconds."""
 
     rps: Floats  # requests a second, shape (steps,)
-    mixes: tuple[RequestMix, ...]  # what they are like, one a step
+    mixes: tuple[RequestMix, ...]  # mix of requests in each step
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class PlannerLoad:
     seconds: float
     parts: tuple[LoadPart, ...] = ()
     trace: str = ""  # name of a trace's file under the folder of traces; "" where there are parts
-    # of the trace that are sent, in a row; their times are stretched to `seconds`.
+    # consecutive requests of the trace to send; their times are stretched to `seconds`.
     requests: int = 0
     # share of the trace before the first of them; each seed begins a 50th later.
     begin: float = field(default=0.0)
 
     def scaled(self, factor: float) -> PlannerLoad:
-        """Return the load with so many times the requests a second; a trace stays."""
+        """Return the load with its rate times `factor`; a trace stays."""
         parts = tuple(
             replace(
                 part,

@@ -160,7 +160,7 @@ class Hull:
         return float(np.interp(attained, self.attained, self.hours))
 
     def late(self, hours: float) -> float:
-        """Return the share that is late with so many GPU-hours."""
+        """Return the share of late requests at these GPU-hours."""
         return 1.0 - float(np.interp(hours, self.hours, self.attained))
 
 

@@ -38,14 +38,14 @@ START_UP_S = 100.0
 FIRST_JUDGING_SEED = 101
 #: Seconds after which a client gives a request up.
 PATIENCE_S = 60.0
-#: Of a run's first seconds, whose load the fleet at the beginning is for.
+#: Steps at the start of a run whose load the initial fleet is sized for.
 _FIRST_STEPS = 6
 _CHAT = RequestLengths(input=(4000, 12000), output=(100, 300))
 _JUDGED = RequestLengths(input=(5000, 15000), output=(80, 240))
 _LONG = RequestLengths(input=(8000, 16000), output=(50, 150))
 _WORDY = RequestLengths(input=(500, 1500), output=(400, 1000))
 _SLO = "ttft=4,itl=0.04"
-#: Of Mooncake's prompts, which are longer.
+#: Objective of Mooncake's prompts, which are longer.
 _MOONCAKE_SLO = "ttft=10,itl=0.06"
 
 
@@ -111,7 +111,7 @@ class DrawnModel:
         return self.trial.fleet.setups[self.number]
 
     def fleet(self, counts: tuple[int, ...]) -> FleetConfig:
-        """Return a fleet of so many workers in each pool."""
+        """Return a fleet with these counts of workers by pool."""
         groups = tuple(
             WorkerGroup(role=role, count=count, prefix_caching=self.trial.has_prefixes)
             for role, count in zip(self.trial.fleet.roles, counts, strict=True)
