@@ -11,7 +11,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from pigou.cli import build
-from pigou.cli.config_options import Override, config_command, config_options, configured, in_flags
+from pigou.cli.config_options import Override, config_options, configured, in_flags
 from pigou.config import ConfigError, ControlConfig
 from pigou.config_option import Option, option
 from pigou.fleet.config import WatchConfig, WorkersConfig
@@ -75,7 +75,7 @@ def run(
 
     command.__annotations__ = {"config": kind, "return": None}
     app = typer.Typer()
-    app.command()(configured(config_command()(command), "sample"))
+    app.command()(configured(command, "sample"))
     done = CliRunner().invoke(app, arguments, env=environment)
     return done.exit_code, done.output, given
 

@@ -14,7 +14,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -53,7 +53,7 @@ COMMON = {
     "sweep": "isl workers utilisation requests concurrency contexts osl model gpu tp timing blocks "
     "max_seqs engine seed out url decode_workers api_key",
 }
-_MARK = "__configured__"
+_MARK, _FLAGS = "__configured__", "__field_flags__"
 _TIERS = "give --tier, as host=8GiB, disk=100GiB@/DIR or bucket=1TiB@s3://BUCKET/PREFIX"
 #: Replacements of removed options, by parameter.
 REPLACED = dict.fromkeys(
@@ -80,23 +80,20 @@ def configured(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     if hasattr(function, _MARK):
         return function
 
+    configs = CommandConfigs(function)
+
     @functools.wraps(function)
-    def command(**options: Any) -> Any:
-        options.pop(_OPTION)
-        options.pop(_HELP, None)
+    def command(**typed: Any) -> Any:
         try:
-            return function(**options)
+            return configs.call(typed)
         except (ConfigError, RunError) as error:
             for line in str(error).splitlines():
                 typer.echo(f"pigou {name}: {line}", err=True)
             raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
 
     prefix = f"PIGOU_{name}_".upper().replace(" ", "_").replace("-", "_")
-    signature = inspect.signature(function, eval_str=True)
     variables = {f"{prefix}CONFIG"}
-    options = list[inspect.Parameter]()
-    for parameter in signature.parameters.values():
-        options.append(_with_variable(parameter, prefix, variables))
+    options = [_with_variable(entry, prefix, variables) for entry in configs.parameters]
 
     def read(context: typer.Context, file: str) -> str:
         _warn_of_unknown(name, prefix, variables)
@@ -119,7 +116,7 @@ def configured(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         parameters.append(inspect.Parameter(
             _HELP, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, every]
         ))  # fmt: skip
-    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     setattr(command, _MARK, True)
     return command
@@ -400,72 +397,66 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
     return field.default
 
 
-def config_command(
-    **field_flags: str,
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that makes the options of a command from its configuration classes.
-
-    A parameter of the command that is annotated with a Struct class gets an object of it. With
-    `Annotated[Class, Override(...)]` the command chooses among its options. Other parameters stay
-    as they are. A ConfigError of the command is told in the names of the options.
-    `read` of the command returns the objects of typed values, and runs nothing.
-
-    Args:
-        field_flags: options of fields that messages name, and that are no options themselves.
-    """
+def field_flags(**flags: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator with the options of fields that messages name under another name."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(function, eval_str=True)
-        configs: dict[str, tuple[type[msgspec.Struct], list[ConfigOption]]] = {}
-        parameters: list[inspect.Parameter] = []
-        for parameter in signature.parameters.values():
-            kind, *metadata = get_args(parameter.annotation) or (parameter.annotation,)
-            if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
-                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-                continue
-            override = next((entry for entry in metadata if isinstance(entry, Override)), None)
-            options = list(config_options(kind, override))
-            configs[parameter.name] = kind, options
-            parameters += (entry.parameter() for entry in options)
-        flags = {".".join(entry.path): entry.flag for _, options in configs.values()
-                 for entry in options} | field_flags  # fmt: skip
-
-        def read(typed: Mapping[str, Any]) -> dict[str, msgspec.Struct]:
-            built: dict[str, msgspec.Struct] = {}
-
-            def build(key: str) -> None:
-                built[key] = _build(*configs[key], typed)
-
-            with _in_flags(flags):
-                check_all(*(functools.partial(build, key) for key in configs))
-            return built
-
-        @functools.wraps(function)
-        def command(**typed: Any) -> None:
-            built = read(typed)
-            rest = {key: value for key, value in typed.items() if key in signature.parameters}
-            with _in_flags(flags):
-                function(**rest, **built)
-
-        command.read = read  # type: ignore[attr-defined]
-        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {entry.name: entry.annotation for entry in parameters}
-        del command.__wrapped__
-        return command
+        setattr(function, _FLAGS, flags)
+        return function
 
     return decorate
 
 
-def _build(
-    config: type[msgspec.Struct], options: Sequence[ConfigOption], typed: Mapping[str, Any]
-) -> msgspec.Struct:
-    values: dict[str, Any] = {}
-    for entry in options:
-        entry.put(values, typed[entry.name])
-    try:
-        return msgspec.convert(values, config)
-    except msgspec.ValidationError as error:
-        raise ConfigError(wrong(error, config, values)) from error
+class CommandConfigs:
+    """The configuration classes of a command, and options of their fields.
+
+    A parameter of the command that is annotated with a Struct class gets an object of it. With
+    `Annotated[Class, Override(...)]` the command chooses among its options. Other parameters stay
+    as they are. A ConfigError of the command is told in the names of the options.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._configs: dict[str, tuple[type[msgspec.Struct], list[ConfigOption]]] = {}
+        self._own: set[str] = set()
+        self.parameters: list[inspect.Parameter] = []  # of the command line
+        for parameter in inspect.signature(function, eval_str=True).parameters.values():
+            kind, *metadata = get_args(parameter.annotation) or (parameter.annotation,)
+            if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+                self._own.add(parameter.name)
+                self.parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+                continue
+            override = next((entry for entry in metadata if isinstance(entry, Override)), None)
+            options = list(config_options(kind, override))
+            self._configs[parameter.name] = kind, options
+            self.parameters += (entry.parameter() for entry in options)
+        self._flags = {".".join(entry.path): entry.flag for _, options in self._configs.values()
+                       for entry in options} | getattr(function, _FLAGS, {})  # fmt: skip
+
+    def call(self, typed: Mapping[str, Any]) -> Any:
+        """Call the command with the objects of typed values."""
+        built = self.read(typed)
+        rest = {key: value for key, value in typed.items() if key in self._own}
+        with _in_flags(self._flags):
+            return self._function(**rest, **built)
+
+    def read(self, typed: Mapping[str, Any]) -> dict[str, msgspec.Struct]:
+        """Return the objects of typed values."""
+        built: dict[str, msgspec.Struct] = {}
+
+        def build(key: str, config: type[msgspec.Struct], options: list[ConfigOption]) -> None:
+            values: dict[str, Any] = {}
+            for entry in options:
+                entry.put(values, typed[entry.name])
+            try:
+                built[key] = msgspec.convert(values, config)
+            except msgspec.ValidationError as error:
+                raise ConfigError(wrong(error, config, values)) from error
+
+        with _in_flags(self._flags):
+            check_all(*(functools.partial(build, key, *made)
+                        for key, made in self._configs.items()))  # fmt: skip
+        return built
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pigou.cli.config_options import config_command
 from pigou.config import ConfigError, RunError, is_http_url
 from pigou.fleet.kubernetes.definitions import OperatorConfig, definitions_yaml
 from pigou.imports import require
@@ -187,7 +186,6 @@ def _message(body: bytes) -> str:
     return str(error.get("message", "")) if isinstance(error, dict) else ""
 
 
-@config_command()
 def operator(config: OperatorConfig) -> None:
     """Keep the fleets of a Kubernetes cluster as their `PigouFleet` objects specify."""
     if config.definitions:

@@ -13,7 +13,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from pigou.cli.config_options import Override, config_command
+from pigou.cli.config_options import Override
 from pigou.cli.option_values import check_json, json_file, write_json
 from pigou.cli.progress import WorkProgress, wide_console
 from pigou.imports import run_async
@@ -67,7 +67,6 @@ def stop_on_signals() -> Iterator[asyncio.Event]:
         yield stop
 
 
-@config_command()
 def bench(
     config: BenchConfig,
     json: Annotated[
@@ -131,7 +130,6 @@ def _show_bench(config: BenchConfig, result: BenchResult) -> None:
         console.print("Interrupted: these are the figures so far.")
 
 
-@config_command()
 def profile(
     config: ProfileConfig,
     out: Annotated[
@@ -217,7 +215,6 @@ def _decode(n: int) -> str:
     return f"{n} decode{'s' * (n > 1)}"
 
 
-@config_command()
 def sweep(
     config: SweepConfig,
     setup: Annotated[Setup, _SETUP],

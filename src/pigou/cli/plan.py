@@ -16,7 +16,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pigou.cli.config_options import config_command
 from pigou.cli.option_values import check_json, write_json
 from pigou.cli.progress import WorkProgress
 from pigou.config import ConfigError, check_bounds
@@ -67,7 +66,6 @@ class TrialOptions(msgspec.Struct, frozen=True, kw_only=True):
             check_bounds(name, value, ge=lowest)
 
 
-@config_command()
 def plan(
     trials: TrialOptions,
     workload: Annotated[

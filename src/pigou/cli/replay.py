@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from pigou import __version__
-from pigou.cli.config_options import Override, config_command
+from pigou.cli.config_options import Override
 from pigou.cli.option_values import check_json, named
 from pigou.cli.progress import WorkProgress
 from pigou.config import ConfigError, ControlConfig, check_bounds
@@ -31,7 +31,6 @@ _COSTS = Override(
 )
 
 
-@config_command()
 def replay(
     journal: Annotated[str, typer.Argument(help="File that `pigou serve --journal` wrote.")],
     policy: Annotated[

@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from pigou import logs
-from pigou.cli.config_options import config_command
+from pigou.cli.config_options import field_flags
 from pigou.cli.option_values import check_port
 from pigou.cli.progress import StageProgress
 from pigou.cli.worker import check_workers, split_model
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pigou.wire.fleet_secret import FleetSecret
 
 
-@config_command(detector="--detector")
+@field_flags(detector="--detector")
 def serve(
     fleet: WorkersConfig,
     gateway: GatewayConfig,

@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from pigou.cli.config_options import Override, config_command, read_struct
+from pigou.cli.config_options import Override, field_flags, read_struct
 from pigou.cli.option_values import check_json, write_json
 from pigou.cli.progress import WorkProgress, wide_console
 from pigou.config import ConfigError, ControlConfig
@@ -53,7 +53,7 @@ _CONTROL = Override(
 )  # fmt: skip
 
 
-@config_command(detector="--detector", fleet="--fleet")
+@field_flags(detector="--detector", fleet="--fleet")
 def simulate(
     context: typer.Context,
     workload: Annotated[

@@ -20,7 +20,6 @@ from pigou.capacity.vram import (
     ridge_point,
     vram_map,
 )
-from pigou.cli.config_options import config_command
 from pigou.cli.option_values import check_json, write_json
 from pigou.cli.progress import wide_console
 from pigou.config import ConfigError, RunError
@@ -36,7 +35,6 @@ _MAX_GIB = 2**20
 _SEQUENCES = re.compile(r"(\d+)x(\d+)")
 
 
-@config_command()
 def vram(
     config: VramConfig,
     model: Annotated[

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.main import get_command
 
-from pigou.cli.config_options import config_command
+from pigou.cli.config_options import CommandConfigs
 from pigou.cli.option_values import check_port
 from pigou.config import ConfigError, check_all
 from pigou.fleet.config import LocalWorker
@@ -75,7 +75,7 @@ def _check(local: LocalWorker) -> None:
     from pigou.worker.startup.preflight import check_worker
 
     typed = _context(["--role", local.role.value, *local.arguments]).params
-    config = worker.read(typed)["config"]  # type: ignore[attr-defined]
+    config = CommandConfigs(worker).read(typed)["config"]
     assert isinstance(config, WorkerConfig)
     check_worker(config)
 
@@ -116,7 +116,6 @@ def _unknown(name: str) -> str:
     return f"{name} is no option; {hint}"
 
 
-@config_command()
 def worker(config: WorkerConfig, registration: RegistrationConfig, pulling: PullingConfig) -> None:
     """Run one worker: an OpenAI-compatible server over one model."""
     check_port(config.host, config.port)
