@@ -119,12 +119,9 @@ class Metrics(MetricSet):
             "pigou_peer_reads", "Prompts to be read from another worker's cache.",
             "outcome",
         )  # fmt: skip
-        self.read_tokens = counter(
-            "pigou_peer_read_tokens", "Tokens expected from other workers' caches."
-        )
+        self.read_tokens = counter("pigou_peer_read_tokens", "Tokens expected from peer reads.")
         self.read_saves = counter(
-            "pigou_game_peer_read_saved_seconds",
-            "Seconds that reads from other workers' caches are expected to save.",
+            "pigou_game_peer_read_saved_seconds", "Seconds that peer reads are expected to save."
         )
         self.inflight = self.gauge("pigou_requests_inflight", "Requests being served.")
         self.queued = self.gauge("pigou_requests_queued", "Requests that wait for a worker.")

@@ -146,9 +146,7 @@ def price_families(status: Status, prices: Sequence[Price]) -> Iterator[Metric]:
     """Yield the gauges `pigou_game_*` of known prices."""
     text = "Regime: 0 below, 1 transition, 2 saturated."
     yield gauge_family("pigou_game_saturation_state", text, status.regime.level)
-    yield gauge_family(
-        "pigou_game_saturation_signal", "Signal of the saturation detector.", status.signal
-    )
+    yield gauge_family("pigou_game_saturation_signal", "Signal of the detector.", status.signal)
     yield gauge_family(
         "pigou_game_router_temperature", "Softmax temperature of the choice.", status.temperature
     )

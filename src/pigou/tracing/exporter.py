@@ -234,10 +234,7 @@ def exporter_families(exporter: SpanExporter) -> list[Metric]:
             "pigou_trace_spans_exported", "Spans that the receiver took.", exporter.exported
         ),
         counter_family(
-            "pigou_trace_spans_dropped",
-            "Spans that the receiver did not get or take.",
-            lost,
-            "reason",
+            "pigou_trace_spans_dropped", "Spans that the receiver did not take.", lost, "reason"
         ),
         counter_family(
             "pigou_trace_export_retries", "Batches that were sent again.", exporter.retries
