@@ -340,13 +340,7 @@ async def _ask(upstream: Upstream, body: Body) -> list[int] | None:
                     "/tokenize", body, "tokenize", held=held, max_bytes=MAX_PAGE_BYTES
                 )
         return msgspec.json.decode(answer, type=_TokenizeReply).tokens
-    except (
-        WorkerFailed,
-        APIError,
-        TimeoutError,
-        msgspec.MsgspecError,
-        UnicodeDecodeError,
-    ):
+    except (WorkerFailed, APIError, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
 

@@ -14,7 +14,7 @@ from pigou.windows.observations import FleetObservation, TenantObservation, Work
 
 #: Routes of work; others are probes and pages.
 _WORK = ("/v1/completions", "/v1/chat/completions", "other")
-_TTFT, _ITL = "pigou_time_to_first_token_seconds", "pigou_inter_token_latency_seconds"
+TTFT, ITL = "pigou_time_to_first_token_seconds", "pigou_inter_token_latency_seconds"
 _WAIT, _STALLS = "pigou_queue_wait_seconds", "pigou_stream_stalls_total"
 _WORKER_ITL = "vllm:inter_token_latency_seconds"
 #: Least ratio of a worker's highest to lowest load for its knee to be fitted.
@@ -38,7 +38,7 @@ def scraped_window(before: FleetScrape, now: FleetScrape, start_s: float) -> Fle
     def rose(name: str, **labels: str) -> float | None:
         return increase(a.total(name, **labels), b.total(name, **labels))
 
-    answered = _answered(a, b)
+    answered = answered_by_status(a, b)
     inflight = (b.total("pigou_requests_inflight") or 0) - (a.total("pigou_requests_inflight") or 0)
     refused = rose("pigou_requests_shed_total") or 0.0
     served = sum(count for status, count in answered.items() if status < "400")
@@ -56,9 +56,9 @@ def scraped_window(before: FleetScrape, now: FleetScrape, start_s: float) -> Fle
         failed=max(0, round(failed - refused)), refused=round(refused),
         repeated=None if repeated is None else round(repeated),
         queued=_mean_gauge(a, b, "pigou_requests_queued"),
-        ttft_p50_s=quantile(a.buckets(_TTFT), b.buckets(_TTFT), 0.5),
-        itl_p50_s=quantile(a.buckets(_ITL), b.buckets(_ITL), 0.5),
-        itl_p99_s=quantile(a.buckets(_ITL), b.buckets(_ITL), 0.99),
+        ttft_p50_s=quantile(a.buckets(TTFT), b.buckets(TTFT), 0.5),
+        itl_p50_s=quantile(a.buckets(ITL), b.buckets(ITL), 0.5),
+        itl_p99_s=quantile(a.buckets(ITL), b.buckets(ITL), 0.99),
         wait_p50_s=quantile(a.buckets(_WAIT), b.buckets(_WAIT), 0.5),
         client_stalls=slow, engine_stalls=round(stalls),
         engine_stall_s=stalled_s / stalls if stalls else None,
@@ -66,7 +66,8 @@ def scraped_window(before: FleetScrape, now: FleetScrape, start_s: float) -> Fle
     )  # fmt: skip
 
 
-def _answered(a: MetricPage, b: MetricPage) -> dict[str, float]:
+def answered_by_status(a: MetricPage, b: MetricPage) -> dict[str, float]:
+    """Return requests of work between two pages, by HTTP status."""
     answered: dict[str, float] = {}
     for route in _WORK:
         for status in b.by("pigou_requests_total", "status"):

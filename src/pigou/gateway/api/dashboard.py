@@ -6,42 +6,34 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
 import msgspec
 from aiohttp import web
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
-from pigou.diagnosis.metric_pages import quantile_of
+from pigou.diagnosis.metric_pages import MetricPage, quantile
+from pigou.gateway.api.diagnosis import metric_page
 from pigou.gateway.api.page import Access, APIPage, APIPages, json_response
 from pigou.gateway.fleet_status import FleetStatus
 from pigou.gateway.gateway import Gateway
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.model_routing import ModelRouting
+from pigou.windows.scrape import ITL, TTFT, answered_by_status
 from pigou.wire.errors import bad_request
 
 #: Seconds between samples, and how many of them, and of events, are kept: half an hour.
 STEP_S, MAX_SAMPLES, MAX_EVENTS = 2.0, 900, 200
 _REGIMES = ("below", "transition", "saturated")
-_WORK = ("/v1/completions", "/v1/chat/completions", "other")
-#: By path: file and media type.
-ASSETS = {
-    "/": ("page.html", "text/html"),
-    "/static/page.css": ("page.css", "text/css"),
-    "/static/page.js": ("page.js", "text/javascript"),
-    "/static/plan.js": ("plan.js", "text/javascript"),
-    "/static/costs.js": ("costs.js", "text/javascript"),
-    "/static/traces.js": ("traces.js", "text/javascript"),
-    "/static/diagnosis.js": ("diagnosis.js", "text/javascript"),
-    "/static/chat.js": ("chat.js", "text/javascript"),
-    "/static/charts.js": ("charts.js", "text/javascript"),
-    "/static/uplot.js": ("uplot.js", "text/javascript"),
-    "/static/uplot.css": ("uplot.css", "text/css"),
-}
+_MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+#: Files by path.
+ASSETS = {"/": "page.html"} | {
+    f"/static/{name}": name
+    for name in ("page.css", "page.js", "plan.js", "costs.js", "traces.js", "diagnosis.js",
+                 "chat.js", "charts.js", "uplot.js", "uplot.css")
+}  # fmt: skip
 #: The page needs nothing from elsewhere, runs no script within itself, and nobody frames it.
 _POLICY = (
     "default-src 'none'; connect-src 'self'; script-src 'self'; style-src 'self'; "
@@ -65,13 +57,18 @@ class History:
         self, fleet: FleetStatus | ModelRouting, metrics: Metrics, models: Sequence[Metrics],
         clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        self._fleet, self._models, self._clock = fleet, models, clock
-        self._metrics = [*models, *([] if metrics in models else [metrics])]
+        self._fleet, self._clock = fleet, clock
+        counted = [*models, *([] if metrics in models else [metrics])]
+        self._collectors = [
+            collector
+            for each in counted
+            for collector in (each.requests, each.first_token, each.itl)
+        ]
         self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._states: dict[str, tuple[str, int]] = {}
-        self._counts: dict[str, float] = {}
-        self._buckets: dict[str, dict[float, float]] = {}
+        self._page = MetricPage()
+        self._refused = 0.0
         self._last = 0.0
 
     async def run(self) -> None:
@@ -88,19 +85,20 @@ class History:
         workers = view["workers"]
         poa = view["game"]["poa"]
         elapsed = now - self._last if self._last else 0.0
-        requests, errors = self._requests()
-        first = self._since("ttft", [metrics.first_token for metrics in self._models])
-        itl = self._since("itl", [metrics.itl for metrics in self._models])
+        before, self._page = self._page, metric_page(self._collectors)
+        ttft, itl = ((before.buckets(name), self._page.buckets(name)) for name in (TTFT, ITL))
+        answered = answered_by_status(before, self._page)
+        refused, self._refused = view["shed"] - self._refused, view["shed"]
         self._samples.append(
             {
                 "time": now,
-                "ttft_p50_s": quantile_of(first, 0.5),
-                "ttft_p95_s": quantile_of(first, 0.95),
-                "itl_p50_s": quantile_of(itl, 0.5),
-                "itl_p95_s": quantile_of(itl, 0.95),
-                "requests_per_s": self._rate("requests", requests, elapsed),
-                "errors_per_s": self._rate("errors", errors, elapsed),
-                "refused_per_s": self._rate("refused", view["shed"], elapsed),
+                "ttft_p50_s": quantile(*ttft, 0.5),
+                "ttft_p95_s": quantile(*ttft, 0.95),
+                "itl_p50_s": quantile(*itl, 0.5),
+                "itl_p95_s": quantile(*itl, 0.95),
+                "requests_per_s": _rate(sum(answered.values()), elapsed),
+                "errors_per_s": _rate(_failed(answered), elapsed),
+                "refused_per_s": _rate(refused, elapsed),
                 "tokens_per_s": view["tokens_per_second"],
                 "queued": view["queued"],
                 "streams": sum(worker["decode_requests"] for worker in workers),
@@ -119,14 +117,15 @@ class History:
         """Return samples and events after `since` (Unix seconds), as columns."""
         samples = [sample for sample in self._samples if sample["time"] > since]
         names = self._samples[-1].keys() if self._samples else ()
+        answered = answered_by_status(MetricPage(), self._page)
         return {
             "step_s": STEP_S,
             "kept_s": STEP_S * MAX_SAMPLES,
             "series": {name: [sample[name] for sample in samples] for name in names},
             "totals": {
-                "requests": self._counts.get("requests", 0.0),
-                "errors": self._counts.get("errors", 0.0),
-                "refused": self._counts.get("refused", 0.0),
+                "requests": sum(answered.values(), 0.0),
+                "errors": _failed(answered),
+                "refused": self._refused,
                 "restarts": sum(row.restarts for row in self._fleet.rows()),
             },
             "events": [msgspec.to_builtins(event) for event in self._events if event.time > since],
@@ -145,41 +144,14 @@ class History:
         for gone in self._states.keys() - {row.id for row in rows}:
             del self._states[gone]
 
-    def _requests(self) -> tuple[float, float]:
-        """Return requests so far, and those that failed by the fleet's fault."""
-        requests = errors = 0.0
-        for family in (one for metrics in self._metrics for one in metrics.requests.collect()):
-            for sample in family.samples:
-                if not sample.name.endswith("_total") or sample.labels["route"] not in _WORK:
-                    continue
-                requests += sample.value
-                errors += sample.value * (sample.labels["status"] >= "500")
-        return requests, errors
 
-    def _rate(self, name: str, total: float, elapsed: float) -> float | None:
-        before = self._counts.get(name, total)
-        self._counts[name] = total
-        return round(max(0.0, total - before) / elapsed, 3) if elapsed > 0 else None
-
-    def _since(self, name: str, histograms: Sequence[Collector]) -> dict[float, float]:
-        """Return the histogram counts since the last sample, summed."""
-        now: dict[float, float] = {}
-        for histogram in histograms:
-            for bound, count in buckets(histogram.collect()).items():
-                now[bound] = now.get(bound, 0.0) + count
-        before = self._buckets.get(name, {})
-        self._buckets[name] = now
-        return {bound: count - before.get(bound, 0.0) for bound, count in now.items()}
+def _failed(answered: Mapping[str, float]) -> float:
+    """Return requests that failed by the fleet's fault."""
+    return sum((count for status, count in answered.items() if status >= "500"), 0.0)
 
 
-def buckets(families: Iterable[Metric]) -> dict[float, float]:
-    """Return a histogram's cumulative counts by upper bound."""
-    return {
-        float(sample.labels["le"]): sample.value
-        for family in families
-        for sample in family.samples
-        if sample.name.endswith("_bucket")
-    }
+def _rate(count: float, elapsed: float) -> float | None:
+    return round(max(0.0, count) / elapsed, 3) if elapsed > 0 else None
 
 
 def pages(gateway: Gateway) -> APIPages:
@@ -198,7 +170,7 @@ def pages(gateway: Gateway) -> APIPages:
             raise bad_request(f"since is {text[:40]!r}; it must be seconds.", "since")
         return json_response(history.view(since))
 
-    for name, _ in ASSETS.values():
+    for name in ASSETS.values():
         _text(name)  # read now, so that no request needs a file descriptor
     return APIPages(
         [
@@ -211,7 +183,8 @@ def pages(gateway: Gateway) -> APIPages:
 
 async def asset(request: web.Request) -> web.Response:
     """Return one of the page's files."""
-    name, kind = ASSETS[request.path]
+    name = ASSETS[request.path]
+    kind = _MEDIA_TYPES[name.rpartition(".")[2]]
     headers = {
         "content-security-policy": _POLICY,
         "x-content-type-options": "nosniff",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from prometheus_client.registry import Collector
 
 from pigou.diagnosis.diagnose import diagnose
 from pigou.diagnosis.metric_pages import MetricPage
@@ -27,12 +28,7 @@ def pages(gateway: Gateway) -> APIPages:
     """Return `/diagnosis`: failure modes of the last half hour."""
 
     def page() -> MetricPage:
-        families = gateway_metrics(gateway).collect()
-        return MetricPage(
-            (sample.name, sample.labels, sample.value)
-            for family in families
-            for sample in family.samples
-        )
+        return metric_page([gateway_metrics(gateway)])
 
     diagnosis = GatewayDiagnosis(page, gateway.routing.view)
 
@@ -41,6 +37,16 @@ def pages(gateway: Gateway) -> APIPages:
 
     return APIPages(
         [APIPage("/diagnosis", show, Access.ADMIN)], {"diagnosis of the fleet": diagnosis.run}
+    )
+
+
+def metric_page(collectors: Iterable[Collector]) -> MetricPage:
+    """Return the present samples of metrics."""
+    families = (family for collector in collectors for family in collector.collect())
+    return MetricPage(
+        (sample.name, sample.labels, sample.value)
+        for family in families
+        for sample in family.samples
     )
 
 

@@ -16,12 +16,7 @@ from pigou.config import ConfigError
 from pigou.control.messages import Choice, PrefillClaimed, Recall, Shed
 from pigou.gateway.failure import WorkerFailed, busy, surrender, suspect, unknown_model
 from pigou.gateway.metrics import Metrics
-from pigou.gateway.plane_driver import (
-    GatewayPrefillQueue,
-    LocalPrefill,
-    PlaneDriver,
-    PrefillLeg,
-)
+from pigou.gateway.plane_driver import GatewayPrefillQueue, LocalPrefill, PlaneDriver, PrefillLeg
 from pigou.gateway.proxy.connection import HTTPConnection, HTTPConnectionError
 from pigou.gateway.proxy.migration import attempt_body
 from pigou.gateway.proxy.relay import Relay, TooManyTokens
@@ -394,13 +389,9 @@ class ReplyDriver(RequestDriver):
         body = self._leg_body(decode.engine, body)
         with decode.busy(), decode.in_one_piece():
             reply = await decode.whole(
-                self._path,
-                body,
-                run.parsed.wire_id,
-                run.parsed.tenant,
-                run.outgoing,
+                self._path, body, run.parsed.wire_id, run.parsed.tenant, run.outgoing,
                 held=run.reply_bytes,
-            )
+            )  # fmt: skip
         try:
             read = whole(without_bom(reply))
         except DECODING_ERRORS as error:
