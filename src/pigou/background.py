@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,33 @@ _log = logging.getLogger("pigou.background")
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 30.0
 #: Characters of an error that are kept for `/workers`.
 _MAX_TEXT = 200
+
+
+class Backoff:
+    """Waits longer after each failure, until what failed has lived for long."""
+
+    def __init__(self, min_s: float, max_s: float) -> None:
+        self._min_s, self._max_s, self._next_s = min_s, max_s, min_s
+
+    def failed(self, lived_s: float) -> float:
+        """Return the backoff in seconds after a life of `lived_s`."""
+        wait_s = self._min_s if lived_s > 2 * self._max_s else self._next_s
+        self._next_s = min(2 * wait_s, self._max_s)
+        return wait_s
+
+
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks, and wait for their ends, whatever these are."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def wait_for(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait for an event, `timeout_s` seconds at most."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
 
 
 @dataclass(slots=True)
@@ -93,8 +121,7 @@ class Background:
                 del self._states[state.name]
 
     async def _run(self, state: TaskState, work: Callable[[], Awaitable[None]]) -> None:
-        task = asyncio.current_task()
-        wait_s = self._min_s
+        task, backoff = asyncio.current_task(), Backoff(self._min_s, self._max_s)
         try:
             while True:
                 began = time.monotonic()
@@ -107,15 +134,15 @@ class Background:
                     failure: BaseException = error
                 except Exception as error:
                     failure = error
-                wait_s = self._backoff(began, wait_s)
+                wait_s = backoff.failed(time.monotonic() - began)
                 self._note(state, failure, wait_s)
                 await asyncio.sleep(wait_s)
-                state.state, wait_s = "running", min(2 * wait_s, self._max_s)
+                state.state = "running"
         finally:
             self._drop(state)
 
     def _run_thread(self, name: str, work: Callable[[], None]) -> None:
-        state, wait_s = self._add(name), self._min_s
+        state, backoff = self._add(name), Backoff(self._min_s, self._max_s)
         try:
             while True:
                 began = time.monotonic()
@@ -123,17 +150,12 @@ class Background:
                     work()
                     return
                 except Exception as error:
-                    wait_s = self._backoff(began, wait_s)
+                    wait_s = backoff.failed(time.monotonic() - began)
                     self._note(state, error, wait_s)
                 time.sleep(wait_s)
-                state.state, wait_s = "running", min(2 * wait_s, self._max_s)
+                state.state = "running"
         finally:
             self._drop(state)
-
-    def _backoff(self, began: float, wait_s: float) -> float:
-        """Return the seconds before the next start; few again after a long run."""
-        lived_s = time.monotonic() - began
-        return self._min_s if lived_s > 2 * self._max_s else wait_s
 
     def _note(self, state: TaskState, error: BaseException, wait_s: float | None) -> None:
         state.restarts += 1

@@ -10,7 +10,6 @@ import pytest
 from tests.fleet.harness import WATCH, attached, text, until
 from tests.gateway.stub import Script, Stub, whole_text
 
-from pigou.fleet.config import WatchConfig
 from pigou.fleet.member import Backoff
 from pigou.fleet.probe import ProbeFailed, probe, read_startup_profile
 from pigou.fleet.worker_report import read_load
@@ -119,6 +118,6 @@ def test_a_metrics_page_tells_load_summed_over_ranks() -> None:
 
 
 def test_a_backoff_doubles_until_its_limit_and_begins_anew_after_a_long_life() -> None:
-    backoff = Backoff(WatchConfig(min_backoff_s=1.0, max_backoff_s=5.0))
+    backoff = Backoff(1.0, 5.0)
     assert [backoff.failed(0) for _ in range(4)] == [1.0, 2.0, 4.0, 5.0]
     assert backoff.failed(60) == 1.0

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pigou.config import ConfigError, is_http_url
+from pigou.config import ConfigError, check_bounds, is_http_url
 from pigou.config_option import option
 from pigou.gateway.config import Overflow
 from pigou.placement.gang import Pack
@@ -143,13 +143,10 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def __post_init__(self) -> None:
         for name in ("every", "timeout", "start", "min_backoff_s", "max_backoff_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0 seconds")
+            check_bounds(name, getattr(self, name), gt=0, unit=" seconds")
         for name in ("hang", "drain"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
-        if self.failures < 1:
-            raise ConfigError(f"failures is {self.failures}; it must be at least 1")
+            check_bounds(name, getattr(self, name), ge=0)
+        check_bounds("failures", self.failures, ge=1)
 
 
 class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -31,26 +31,24 @@ class _EngineBody(msgspec.Struct):
     planned_tokens: int = 0
 
 
-class _HealthBody(msgspec.Struct):
+class Health(msgspec.Struct, frozen=True):
+    """The body of a worker's `/health`."""
+
     status: str = ""
     engine: _EngineBody | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class Health:
-    """The body of a worker's `/health`: status, and the engine's progress (None without one)."""
-
-    status: str = ""
-    progress: EngineProgress | None = None
+    @property
+    def progress(self) -> EngineProgress | None:
+        """Progress of the engine; None without one."""
+        return None if self.engine is None else _engine_progress(self.engine)
 
 
 def read_health(body: bytes) -> Health:
     """Return the content of a `/health` body; empty where it has another shape."""
     try:
-        health = msgspec.json.decode(body, type=_HealthBody)
+        return msgspec.json.decode(body, type=Health)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Health()
-    return Health(health.status, None if health.engine is None else _engine_progress(health.engine))
 
 
 def read_heartbeat(heartbeat: Any) -> EngineProgress | None:

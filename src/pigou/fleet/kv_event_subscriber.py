@@ -12,6 +12,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from pigou.background import cancel
 from pigou.fleet.probe import EventSource
 from pigou.wire.bodies import REPLIES, ByteReservation, OverBudget
 from pigou.wire.fleet_secret import secure_client
@@ -89,8 +90,7 @@ class EventSubscriber:
                 while True:
                     await self._take(context, await socket.recv_multipart())
             finally:
-                meeting.cancel()
-                await asyncio.gather(meeting, return_exceptions=True)
+                await cancel(meeting)
                 socket.disable_monitor()
                 socket.close(0)
 

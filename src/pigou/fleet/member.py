@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from pigou.background import Backoff
 from pigou.control.messages import WorkerDraining
 from pigou.control.planner.actuation import UNPLACEABLE
 from pigou.fleet.config import FleetError, WatchConfig
@@ -96,7 +97,7 @@ class Member:
         self.since_ns = time.monotonic_ns()  # when its state began
         self.on_stage: Callable[[str, str], None] | None = None  # gets id and stage of a start
         self.plane_driver = setup.driver_of(model) if model else setup.plane_driver
-        self._backoff = Backoff(setup.config)
+        self._backoff = Backoff(setup.config.min_backoff_s, setup.config.max_backoff_s)
         self._began_s, self._served = time.monotonic(), False
         self._row = WorkerRow(
             id=id, url="", role=role.value, state="starting", kind=source.kind, pool=self.pool
@@ -347,19 +348,3 @@ def check_fit(workers: Sequence[tuple[Role, Engine]]) -> None:
             "Pigou's workers and others cannot pass blocks to one another; "
             "give them all role=both, or run two fleets"
         )
-
-
-class Backoff:
-    """Waits longer after each failure, until a worker has stayed up."""
-
-    def __init__(self, config: WatchConfig) -> None:
-        self._config = config
-        self._next = config.min_backoff_s
-
-    def failed(self, lived_s: float) -> float:
-        """Return the backoff in seconds after a life of `lived_s`."""
-        if lived_s > 2 * self._config.max_backoff_s:
-            self._next = self._config.min_backoff_s
-        wait = self._next
-        self._next = min(2 * wait, self._config.max_backoff_s)
-        return wait

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from pigou.background import Background
+from pigou.background import Background, cancel
 from pigou.config import ConfigError
 from pigou.control.journal import planner_entry
 from pigou.control.planner.actuation import carry_out, tenants_limit
@@ -79,8 +79,7 @@ class PlannerDriver:
     async def stop(self) -> None:
         """End."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel(self._task)
 
     async def run(self) -> None:
         """Plan until cancelled."""

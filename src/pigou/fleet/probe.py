@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 import secrets
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -21,9 +20,16 @@ from pigou.wire.names import MAX_TEXT, deployment_version, reachable, text
 
 #: Block size of a server that reports none: vLLM's default on a GPU.
 _BLOCK_SIZE = 16
-#: Bounds of a startup profile's entry: tokens, streams and steps; seconds of a step; seconds.
-#: Entries outside would spoil the latency model, which all workers share.
-_MAX_COUNT, _MIN_STEP_S, _MAX_PROFILE_S = 2**20, 1e-6, 3600.0
+#: Least seconds of a startup profile's step. Entries outside of the bounds would spoil the latency
+#: model, which all workers share.
+_MIN_STEP_S = 1e-6
+#: Tokens, streams, steps and seconds of a startup profile's entry.
+_ProfileEntry = tuple[
+    Annotated[int, msgspec.Meta(ge=0, le=2**20)],
+    Annotated[int, msgspec.Meta(ge=0, le=2**20)],
+    Annotated[int, msgspec.Meta(ge=1, le=2**20)],
+    Annotated[float, msgspec.Meta(le=3600.0)],
+]
 #: Bounds of what else a server says: tokens and blocks, publishers of KV events.
 _MAX_NUMBER, _MAX_SOURCES = 2**31 - 1, 64
 #: Names of `/v1/models` that are used; the rest of a longer list is left out.
@@ -166,34 +172,17 @@ async def fleet_key(url: str, secret: FleetSecret, timeout_s: float = 10.0) -> s
 
 def read_startup_profile(entries: Any) -> tuple[Rehearsed, ...]:
     """Return a worker's startup profile, without impossible entries."""
-    if not isinstance(entries, list):
-        return ()
-    return tuple(
-        Rehearsed(int(entry[0]), int(entry[1]), int(entry[2]), float(entry[3]))
-        for entry in entries
-        if _measured(entry)
-    )
+    profile = map(_measured, entries) if isinstance(entries, list) else ()
+    return tuple(load for load in profile if load is not None)
 
 
-def _measured(entry: Any) -> bool:
-    if not isinstance(entry, list) or len(entry) != 4:
-        return False
-    if not all(isinstance(number, int | float) and _finite(number) for number in entry):
-        return False
-    tokens, streams, steps, seconds = entry
-    whole = all(number == int(number) for number in (tokens, streams, steps))
-    return bool(
-        whole and 0 <= tokens <= _MAX_COUNT and 0 <= streams <= _MAX_COUNT
-        and tokens + streams > 0 and 1 <= steps <= _MAX_COUNT
-        and _MIN_STEP_S * steps <= seconds <= _MAX_PROFILE_S
-    )  # fmt: skip
-
-
-def _finite(value: float) -> bool:
+def _measured(entry: Any) -> Rehearsed | None:
     try:
-        return not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer that no float holds
-        return False
+        load = Rehearsed(*msgspec.convert(entry, _ProfileEntry))
+    except msgspec.ValidationError:
+        return None
+    is_load = load.tokens + load.streams > 0 and load.seconds >= _MIN_STEP_S * load.steps
+    return load if is_load else None
 
 
 def _publishes(value: Any) -> bool:

@@ -6,11 +6,13 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from pigou.background import cancel
 from pigou.compiled import on_compiling
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.journal import journal_config
@@ -158,7 +160,7 @@ class Serving:
     async def _compile(self) -> None:
         """Compile or load the gateway's kernels on a daemon thread."""
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
+        done = Future[None]()
         config, compiled = self.plane_driver.plane.config, 0
 
         def tell(stage: str) -> None:
@@ -171,20 +173,20 @@ class Serving:
             tell(f"compiling kernel {compiled} (first start only)")
 
         def work() -> None:
-            error: BaseException | None = None
             try:
                 with on_compiling(begun):
                     warm_up(config)
                     json_limits.warm_up()
                     kv_event_decoding.warm_up()
-            except Exception as raised:
-                error = raised
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(_settle, done, error)
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
 
         tell("loading kernels")
+        done.set_running_or_notify_cancel()  # who waits may go; the thread ends by itself
         threading.Thread(target=work, name="compile", daemon=True).start()
-        await done
+        await asyncio.wrap_future(done)
         self.plane_driver.compiled.set()
         self.startup.report("gateway", "ready")
 
@@ -210,9 +212,7 @@ class Serving:
                     ready()
                     await leaving
             finally:
-                starting.cancel()
-                leaving.cancel()
-                await asyncio.gather(starting, leaving, return_exceptions=True)
+                await cancel(starting, leaving)
                 await self.stop()
 
 
@@ -245,15 +245,6 @@ def _plane_driver(
     driver = PlaneDriver(plane, prompts, journal, objectives, model=model.name, sibling=sibling)
     follow_driver(driver)
     return driver
-
-
-def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
 
 
 def workers_of(

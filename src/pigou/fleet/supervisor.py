@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pigou.background import cancel
 from pigou.fleet.config import AttachedWorker, DeclaredModel, FleetError, LocalWorker, WatchConfig
 from pigou.fleet.drain import Drain
 from pigou.fleet.hang_detection import HangArbiter
@@ -154,8 +155,7 @@ class Supervisor:
         """Stop all members, local workers in order."""
         self._runs = False
         if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
+            await cancel(self._following)
         drains = [task for _, task in self._drains.values()]
         for task in (*drains, *self._tasks.values()):
             task.cancel()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import aiohttp
 
+from pigou.background import cancel
 from pigou.control.messages import CacheChanged, CacheLost
 from pigou.fleet.config import WatchConfig
 from pigou.fleet.hang_detection import EngineProgress, HangArbiter, HangDetector, read_health
@@ -84,9 +85,7 @@ class WorkerWatch:
             return await self._look()
         finally:
             self._arbiter.remove(worker)
-            for task in subscribers:
-                task.cancel()
-            await asyncio.gather(*subscribers, return_exceptions=True)
+            await cancel(*subscribers)
 
     def _apply(self, events: tuple[WireEvent, ...]) -> None:
         self._plane_driver.observe(CacheChanged(self._upstream.worker.id, events))

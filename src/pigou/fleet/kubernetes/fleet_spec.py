@@ -200,6 +200,11 @@ class PoolSpec(PodFields, frozen=True, kw_only=True):
         """Whether a `PigouPool` says how many replicas there are."""
         return self.replicas is None
 
+    @property
+    def range(self) -> tuple[int, int]:
+        """Fewest and most replicas of a scaled pool."""
+        return self.min_replicas or 0, self.max_replicas or 0
+
 
 class UpdateSpec(Typed, frozen=True):
     """Limits of a rolling update per role, as counts or percents."""

@@ -61,20 +61,15 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True):
     ca_data: str = ""
     certificate_path: str = ""
     certificate_data: str = ""
-    key_path: str = ""
-    key_data: str = ""
+    private_key_path: str = ""
+    private_key_data: str = ""
     insecure: bool = False
 
     @classmethod
     def of(cls, info: Any) -> Self:
         """Return the connection of kopf's `ConnectionInfo`."""
-        names = (
-            ("server", "server"), ("token", "token"), ("ca_path", "ca_path"),
-            ("ca_data", "ca_data"), ("certificate_path", "certificate_path"),
-            ("certificate_data", "certificate_data"), ("key_path", "private_key_path"),
-            ("key_data", "private_key_data"),
-        )  # fmt: skip
-        values = {name: str(getattr(info, theirs, None) or "") for name, theirs in names}
+        names = [name for name in cls.__struct_fields__ if name != "insecure"]
+        values = {name: str(getattr(info, name, None) or "") for name in names}
         return cls(**values, insecure=bool(info.insecure))
 
     def tls(self) -> ssl.SSLContext | bool:
@@ -84,14 +79,14 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True):
         authority = b64decode(self.ca_data).decode() if self.ca_data else None
         try:
             context = ssl.create_default_context(cafile=self.ca_path or None, cadata=authority)
-            if self.certificate_data and self.key_data:
+            if self.certificate_data and self.private_key_data:
                 with tempfile.NamedTemporaryFile() as file:
-                    pem = (self.certificate_data, self.key_data)
+                    pem = (self.certificate_data, self.private_key_data)
                     file.write(b"\n".join(b64decode(part) for part in pem))
                     file.flush()
                     context.load_cert_chain(file.name)
             elif self.certificate_path:
-                context.load_cert_chain(self.certificate_path, self.key_path or None)
+                context.load_cert_chain(self.certificate_path, self.private_key_path or None)
         except (OSError, ValueError) as error:
             raise ConfigError(f"certificates of {self.server} cannot be read: {error}") from error
         return context
@@ -204,32 +199,27 @@ class KubernetesApi:
 
     async def replace(self, manifest: Manifest) -> None:
         """Write a whole object; code 409 if it was changed since it was read."""
-        meta = manifest["metadata"]
-        path = f"{_path(manifest['kind'], meta['namespace'])}/{meta['name']}"
-        await self._call("PUT", path, manifest, query=_STRICT)
+        await self._call("PUT", _path_of(manifest), manifest, query=_STRICT)
 
     async def patch(self, manifest: Manifest, part: str = "") -> None:
         """Change an object, or its `status` or `scale`, by a merge patch; code 409 as `replace`."""
-        meta = manifest["metadata"]
-        path = f"{_path(manifest['kind'], meta['namespace'])}/{meta['name']}"
         body = manifest if not part else {k: v for k, v in manifest.items() if k != "metadata"}
-        await self._call("PATCH", f"{path}/{part}".rstrip("/"), body, media_type=_MERGE)
+        path = f"{_path_of(manifest)}/{part}".rstrip("/")
+        await self._call("PATCH", path, body, media_type=_MERGE)
 
     async def scale(self, item: Manifest, replicas: int) -> None:
         """Set the replicas of an object by its scale subresource; code 409 as `replace`."""
         meta = item["metadata"]
-        path = f"{_path(item['kind'], meta['namespace'])}/{meta['name']}/scale"
         keep = {name: meta[name] for name in ("name", "namespace", "resourceVersion")}
         body = {"metadata": keep, "spec": {"replicas": replicas}}
-        await self._call("PATCH", path, body, media_type=_MERGE)
+        await self._call("PATCH", f"{_path_of(item)}/scale", body, media_type=_MERGE)
 
     async def delete(self, manifest: Manifest) -> None:
         """Delete an object and its dependents, if it exists."""
-        meta = manifest["metadata"]
-        path = f"{_path(manifest['kind'], meta['namespace'])}/{meta['name']}"
-        body = {"propagationPolicy": "Background", "preconditions": {"uid": meta["uid"]}}
+        preconditions = {"uid": manifest["metadata"]["uid"]}
+        body = {"propagationPolicy": "Background", "preconditions": preconditions}
         try:
-            await self._call("DELETE", path, body)
+            await self._call("DELETE", _path_of(manifest), body)
         except KubernetesError as error:
             if error.code != 404:
                 raise
@@ -276,6 +266,11 @@ class KubernetesApi:
         except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
             reason = f"{url} does not answer: {error or type(error).__name__}"
             raise KubernetesError(0, reason) from error
+
+
+def _path_of(manifest: Manifest) -> str:
+    meta = manifest["metadata"]
+    return f"{_path(manifest['kind'], meta['namespace'])}/{meta['name']}"
 
 
 def _path(kind: str, namespace: str) -> str:

@@ -8,18 +8,19 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, ClassVar, Self
 from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
+from pigou.background import cancel, wait_for
 from pigou.config import ConfigError
 from pigou.control.planner.actuation import UNPLACEABLE
 from pigou.fleet.config import FleetError
 from pigou.fleet.kubernetes.fleet_spec import read_fleet
 from pigou.fleet.kubernetes.kubernetes_api import KubernetesApi, KubernetesError, account_api
 from pigou.fleet.kubernetes.manifests import FLEET, MODEL, PART, ROLE, Manifest
+from pigou.fleet.kubernetes.reconciliation import is_unschedulable
 from pigou.fleet.member import Member, MemberSetup
 from pigou.fleet.provider import ProvidedPool
 from pigou.fleet.registry.entry import WorkerEntry
@@ -90,14 +91,14 @@ class FleetScales:
                 scale = by_pool.get((model.name, pool.role))
                 if not pool.scaled or scale is None:
                     continue
-                lowest, highest = pool.min_replicas or 0, pool.max_replicas or 0
+                lowest, highest = pool.range
                 own_pods = [pod for pod in pods if _is_of(pod, model.label, pool.role)]
                 pools.append(
                     ScaledPool(
                         name=scale["metadata"]["name"], model=model.name, role=Role(pool.role),
                         replicas=min(max(scale["spec"]["replicas"], lowest), highest),
                         lowest=lowest, highest=highest, gpus=max(1, pool.gpus_per_replica),
-                        unschedulable=sum(map(_is_unschedulable, own_pods)),
+                        unschedulable=sum(map(is_unschedulable, own_pods)),
                         pods={pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in own_pods},
                     )
                 )  # fmt: skip
@@ -143,13 +144,6 @@ def _is_of(pod: Manifest, model: str, role: str) -> bool:
     return own and not meta.get("deletionTimestamp")
 
 
-def _is_unschedulable(pod: Manifest) -> bool:
-    return any(
-        condition.get("type") == "PodScheduled" and condition.get("reason") == "Unschedulable"
-        for condition in (pod.get("status") or {}).get("conditions") or ()
-    )
-
-
 class PendingPods:
     """The source of members whose pods are to come, or whose workers are not registered yet."""
 
@@ -191,8 +185,7 @@ class KubernetesProvider(RegistryProvider):
         try:
             await super().follow(fleet)
         finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            await cancel(following)
 
     # --- as a provider ------------------------------------------------------------------------
 
@@ -268,9 +261,7 @@ class KubernetesProvider(RegistryProvider):
                 except (KubernetesError, ConfigError) as error:
                     self._error = f"the pools cannot be scaled: {error}"
                     _log.warning("%s", self._error)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_POLL_S):
-                        await self._wake.wait()
+                await wait_for(self._wake, _POLL_S)
 
     async def _write(self) -> None:
         for pod in list(self._leaving_pods):

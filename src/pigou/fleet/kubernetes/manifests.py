@@ -332,7 +332,7 @@ class FleetObjects:
             "apiVersion": API_VERSION, "kind": "PigouPool",
             "metadata": self._meta(self.scale_name(model, pool.role), labels),
             "spec": {"fleet": self.name, "model": model.name, "role": pool.role,
-                     "replicas": pool.min_replicas or 0},
+                     "replicas": pool.range[0]},
         }  # fmt: skip
 
     def scale_name(self, model: ModelSpec, role: PoolRole) -> str:

@@ -10,10 +10,10 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from pigou.background import cancel, wait_for
 from pigou.config import ConfigError
 from pigou.fleet.kubernetes.definitions import GROUP, VERSION, OperatorConfig
 from pigou.fleet.kubernetes.kubernetes_api import Connection, KubernetesApi, KubernetesError
@@ -149,9 +149,7 @@ class FleetOperator:
             return self._connect()
 
         async def end(**_: Any) -> None:
-            for task in self._loops.values():
-                task.cancel()
-            await asyncio.gather(*self._loops.values(), return_exceptions=True)
+            await cancel(*self._loops.values())
 
         async def begin(**_: Any) -> None:
             if started is not None:
@@ -197,9 +195,7 @@ class FleetOperator:
                     wake.set()
             except Exception:
                 _log.exception("fleet %s: this round failed; the next one is tried", name)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._config.interval):
-                    await wake.wait()
+            await wait_for(wake, self._config.interval)
             await asyncio.sleep(_COALESCED_S)
 
 

@@ -241,7 +241,7 @@ class _Round:
     def _target(self, model: ModelSpec, pool: PoolSpec) -> int:
         if pool.replicas is not None:
             return pool.replicas
-        lowest, highest = pool.min_replicas or 0, pool.max_replicas or 0
+        lowest, highest = pool.range
         name = self._objects.scale_name(model, pool.role)
         for scale in self._observed.pools:
             if scale["metadata"]["name"] == name:
@@ -261,7 +261,7 @@ class _Round:
                 continue
             roles = [roles[pool.role] for roles in workloads.values() if pool.role in roles]
             requested = scale["spec"]["replicas"]
-            lowest, highest = pool.min_replicas or 0, pool.max_replicas or 0
+            lowest, highest = pool.range
             outside = f"{requested} is outside of {lowest} to {highest}"
             status = {
                 "replicas": sum(_replicas(w) for w in roles),
@@ -278,13 +278,9 @@ class _Round:
                 )  # fmt: skip
 
     def _unschedulable(self, model: str, version: str) -> bool:
-        return any(
-            condition.get("type") == "PodScheduled" and condition.get("reason") == "Unschedulable"
-            for pod in self._observed.pods or ()
-            if _labels(pod).get(MODEL) == model and _labels(pod).get(DEPLOYMENT_VERSION) == version
-            and _labels(pod).get(FLEET) == self._objects.name
-            for condition in (pod.get("status") or {}).get("conditions") or ()
-        )  # fmt: skip
+        own = {MODEL: model, DEPLOYMENT_VERSION: version, FLEET: self._objects.name}.items()
+        pods = self._observed.pods or ()
+        return any(is_unschedulable(pod) for pod in pods if own <= _labels(pod).items())
 
     def _status(self) -> Manifest:
         unready = [(name, step) for name, step in self._steps if step.state != "done"]
@@ -318,6 +314,14 @@ def _status(
         "lastTransitionTime": since or observed.now, "observedGeneration": meta["generation"],
     }  # fmt: skip
     return {"observedGeneration": meta["generation"], "conditions": [condition], "models": models}
+
+
+def is_unschedulable(pod: Manifest) -> bool:
+    """Whether no node has room for a pod."""
+    return any(
+        condition.get("type") == "PodScheduled" and condition.get("reason") == "Unschedulable"
+        for condition in (pod.get("status") or {}).get("conditions") or ()
+    )
 
 
 def _version_of(version: str, workloads: dict[str, Manifest]) -> VersionReplicas:

@@ -7,11 +7,10 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
 
 import msgspec
 
-from pigou.background import Background
+from pigou.background import Background, cancel, wait_for
 from pigou.fleet.nats_connection import ReconnectBackoff
 from pigou.fleet.registry.entry import Identity, WorkerEntry
 from pigou.fleet.registry.registry import Registry
@@ -252,14 +251,9 @@ class Discovery:
                     await self._relist()
                 self._handle(self.view.probes(time.monotonic_ns()))
                 wait_s = max(0, self.view.next_ns() - time.monotonic_ns()) / SECOND
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(wait_s):
-                        await self._wake.wait()
+                await wait_for(self._wake, wait_s)
         finally:
-            tasks = (watch, *self._probes)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(watch, *self._probes)
 
     def status(self) -> RegistryStatus:
         """Return the registry's status."""

@@ -11,13 +11,12 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 
-from pigou.background import Background
+from pigou.background import Background, wait_for
 from pigou.config import ConfigError
 from pigou.config_option import option
 from pigou.fleet.nats_connection import ReconnectBackoff
@@ -90,17 +89,10 @@ class RegistrationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         return Topology(**fields, gpus=int(number), labels=labels)
 
 
-class LeaseAction(Enum):
-    """What a worker has to do with the registry."""
-
-    REGISTER = "register"
-    RENEW = "renew"
-
-
-class LeaseStep(msgspec.Struct, frozen=True):
+class LeaseStep(NamedTuple):
     """The next call to the registry."""
 
-    action: LeaseAction
+    action: Literal["register", "renew"]
     at_ns: int  # time, by the caller's clock
 
 
@@ -126,8 +118,7 @@ class LeaseKeeper:
         """Return the next call; due now where its time is in the past."""
         if self.registered and now >= self._expires_ns:
             self.lost(now)
-        action = LeaseAction.RENEW if self.registered else LeaseAction.REGISTER
-        return LeaseStep(action, max(now, self._due_ns))
+        return LeaseStep("renew" if self.registered else "register", max(now, self._due_ns))
 
     def succeeded(self, sent: int, now: int) -> None:
         """Note an answered call; the lease lasts from when it was sent."""
@@ -181,11 +172,9 @@ class Registration:
             now = time.monotonic_ns()
             step = self.keeper.step(now)
             if step.at_ns > now:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout((step.at_ns - now) / SECOND):
-                        await self._wake.wait()
+                await wait_for(self._wake, (step.at_ns - now) / SECOND)
                 continue
-            await self._call(step.action)
+            await self._call(renews=step.action == "renew")
 
     async def change(self, **fields: object) -> None:
         """Change fields of the entry, in a new epoch; while the registry is away, later."""
@@ -208,14 +197,12 @@ class Registration:
             async with self._calls, asyncio.timeout(self._call_s):
                 await self._registry.leave(self.entry)
 
-    async def _call(self, action: LeaseAction) -> None:
+    async def _call(self, *, renews: bool) -> None:
         sent = time.monotonic_ns()
         try:
             async with self._calls, asyncio.timeout(self._call_s):
-                if action is LeaseAction.REGISTER:
-                    entry = await self._registry.register(self.entry)
-                else:
-                    entry = await self._registry.renew(self.entry)
+                call = self._registry.renew if renews else self._registry.register
+                entry = await call(self.entry)
         except LeaseLost as error:
             self.keeper.lost(time.monotonic_ns())
             self._say(str(error))

@@ -12,6 +12,7 @@ from typing import ClassVar, TypeAlias
 
 import msgspec
 
+from pigou.background import cancel
 from pigou.config import ConfigError
 from pigou.fleet.config import FleetError, LocalWorker, ModelPoolConfig, RayConfig, WorkersConfig
 from pigou.fleet.member import Member, MemberSetup, pool_name
@@ -195,9 +196,7 @@ class ProcessSource:
             done, _ = await asyncio.wait((serving, exiting), return_when=asyncio.FIRST_COMPLETED)
             return exiting.result() if exiting in done else serving.result()
         finally:
-            for task in (serving, exiting):
-                task.cancel()
-            await asyncio.gather(serving, exiting, return_exceptions=True)
+            await cancel(serving, exiting)
 
 
 class LocalProvider(Provider):

@@ -9,6 +9,7 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
+from pigou.background import cancel
 from pigou.fleet.config import AttachedWorker
 from pigou.fleet.member import Member, MemberSetup
 from pigou.fleet.probe import ProbeFailed, fleet_key, probe
@@ -94,8 +95,7 @@ class RegistryProvider(Provider):
         try:
             await self.discovery.run()
         finally:
-            writing.cancel()
-            await asyncio.gather(writing, return_exceptions=True)
+            await cancel(writing)
             await self._registry.close()
 
     def status(self) -> RegistryStatus:
