@@ -43,8 +43,8 @@ def test_the_wheel_runs_outside_the_repository(wheel: Path, tmp_path: Path) -> N
     code = (
         "import sys; sys.path.insert(0, sys.argv.pop(1))\n"
         "import pigou; assert pigou.__file__.startswith(sys.path[0]), pigou.__file__\n"
-        "from pigou.worker.startup.build import bundled\n"
-        "assert (bundled() / 'config.json').is_file()\n"
+        "from pigou.models import bundled_path\n"
+        "assert (bundled_path() / 'config.json').is_file()\n"
         "import pigou.gateway.app, pigou.fleet.serve\n"
         "from pigou.cli import main; main(['--version'])\n"
     )

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from tests.lib.block_records import chain_records
 
 from benchmarks.lib.servers import machine
 from pigou.kv import checksum
@@ -44,7 +45,7 @@ def timed(times: Times, what: str) -> Iterator[None]:
 
 def keys(first: int, count: int) -> BlockRecords:
     numbers = np.arange(first, first + count, dtype=np.uint64)
-    return BlockRecords.chain(np.stack([numbers + 1, numbers], axis=1), bytes(32))
+    return chain_records(np.stack([numbers + 1, numbers], axis=1), bytes(32))
 
 
 def cool(path: Path) -> None:

@@ -46,13 +46,15 @@ def main() -> None:
     options = parser.parse_args()
     prepare_environment(options.threads)
     from pigou.config import EngineConfig
+    from pigou.models import bundled_path
     from pigou.runtime.local_engine import LocalEngine
     from pigou.runtime.models.load import load
     from pigou.runtime.resources import set_threads
-    from pigou.worker.startup.build import bundled
 
     set_threads(options.threads)
-    model = load(bundled() if options.model == "bundled" else options.model, "auto", options.device)
+    model = load(
+        bundled_path() if options.model == "bundled" else options.model, "auto", options.device
+    )
     length = PROMPT + STEPS + 16
     config = EngineConfig(
         blocks=(length // 16 + 2) * max(options.batch), max_seqs=max(options.batch),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from eviction_names import policy
 from tests.kv.tenure_pairs import Fields, canonical, pairs
+from tests.lib.block_records import chain_records
 
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
@@ -27,7 +28,7 @@ from pigou.request import BlockHashes, Ints, Request
 from pigou.runtime.stores.bucket_store import BucketLocation, BucketStore
 from pigou.runtime.stores.disk_store import DiskStore
 from pigou.runtime.stores.host_store import HostStore
-from pigou.runtime.stores.store import BlockRecords, Store
+from pigou.runtime.stores.store import Store
 
 slow = pytest.mark.slow
 TOKENS = list(range(100, 108))
@@ -151,7 +152,7 @@ class Stored:
 
     def store(self, tenure: Tenure, hashes: BlockHashes) -> None:
         self.clock[0] = -1
-        entries = BlockRecords.chain(hashes, tenure.digest(), expiry=tenure.expiry)
+        entries = chain_records(hashes, tenure.digest(), tenure.expiry)
         self.store_.put(entries, np.zeros((BLOCKS, BYTES), dtype=np.uint8), self.rows)
 
     def hits(self, tenure: Tenure, hashes: BlockHashes, now: int) -> int:

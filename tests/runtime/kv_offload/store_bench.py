@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from tests.lib.block_records import chain_records
 
 from pigou.kv.block import Bytes
 from pigou.request import NEVER, BlockHashes, Ints
@@ -20,7 +21,7 @@ def keys_of(numbers: Sequence[int]) -> BlockHashes:
 
 
 def entries_of(numbers: Sequence[int], expiry: int = NEVER) -> BlockRecords:
-    return BlockRecords.chain(keys_of(numbers), TENURE, expiry=expiry)
+    return chain_records(keys_of(numbers), TENURE, expiry)
 
 
 def bytes_of(numbers: Sequence[int], size: int = SIZE) -> Bytes:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from store_bench import NAMESPACE, SIZE, TENURE, entries_of, keys_of
+from store_bench import NAMESPACE, SIZE, entries_of, keys_of
 
 from pigou.request import SECOND
 from pigou.runtime.stores.store import HEADER_BYTES, BlockRecords, decode, encode, no_records
@@ -38,14 +38,14 @@ def test_a_header_of_another_layout_or_size_is_none() -> None:
     assert not decode(np.zeros((3, HEADER_BYTES), dtype=np.uint8), NAMESPACE, SIZE)[0].any()
 
 
-def test_a_chain_knows_parents_and_depths() -> None:
-    whole = BlockRecords.chain(keys_of([1, 2, 3, 4]), TENURE)
-    tail = BlockRecords.chain(keys_of([3, 4]), TENURE, parent=keys_of([2]), depth=2)
-    assert (whole.parents[0] == 0).all()
+def test_records_are_cut_and_joined() -> None:
+    whole = entries_of([1, 2, 3, 4])
+    tail = whole.take(slice(2, 4))
+    assert (tail.keys == keys_of([3, 4])).all()
+    assert tail.depths.tolist() == [2, 3]
+    both = BlockRecords.join([whole.take(slice(0, 2)), no_records(), tail])
     for name in ("keys", "parents", "depths", "expiries", "tenures"):
-        assert (getattr(whole.take(slice(2, 4)), name) == getattr(tail, name)).all(), name
-    assert len(BlockRecords.join([whole, tail, no_records()])) == 6
-    assert len(BlockRecords.chain(keys_of([]), TENURE)) == 0
+        assert (getattr(both, name) == getattr(whole, name)).all(), name
 
 
 def test_columns_of_different_lengths_are_refused() -> None:

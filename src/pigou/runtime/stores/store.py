@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from pigou.kv.block import ROOT, Block, Bytes, KVLayout, hashes_of, keys_of
 from pigou.kv.checksum import Checksums
-from pigou.request import NEVER, BlockHashes, Ints, Nanos
+from pigou.request import BlockHashes, Ints, Nanos
 
 #: Per block, shape (n,).
 Bools: TypeAlias = NDArray[np.bool_]
@@ -178,27 +178,6 @@ class BlockRecords:
         records.expiries[:] = [block.expiry for block in blocks]
         records.tenures[:] = np.frombuffer(tenure, dtype=np.uint8)
         return records
-
-    @staticmethod
-    def chain(
-        keys: BlockHashes,
-        tenure: bytes,
-        *,
-        expiry: int = NEVER,
-        parent: BlockHashes | None = None,
-        depth: int = 0,
-    ) -> BlockRecords:
-        """Build records of consecutive blocks; `expiry` in nanoseconds since 1970."""
-        before = np.zeros((1, 2), dtype=np.uint64) if parent is None else parent
-        n = len(keys)
-        digest = np.frombuffer(tenure, dtype=np.uint8)
-        return BlockRecords(
-            keys,
-            np.concatenate([before, keys[:-1]])[:n],
-            np.arange(depth, depth + n, dtype=np.int32),
-            np.full(n, expiry, dtype=np.int64),
-            np.broadcast_to(digest, (n, len(digest))),
-        )
 
     @staticmethod
     def join(parts: Sequence[BlockRecords]) -> BlockRecords:

@@ -187,10 +187,6 @@ class Reply:
         """True if the reply is complete."""
         return self.error is not None or (self.open == 0 and not self._keep_blocks)
 
-    def failure(self) -> APIError | None:
-        """The error, if the reply failed."""
-        return self.error
-
     async def wait(self) -> None:
         """Wait for stream frames or the end."""
         await self._wake.wait()
@@ -214,11 +210,14 @@ class Reply:
 
     def usage(self) -> UsageInfo:
         """Return the usage of the whole reply."""
+        return openai_replies.usage(*self.token_counts())
+
+    def token_counts(self) -> tuple[int, int, int]:
+        """Return the prompt, output and cached tokens of the whole reply."""
         firsts = self.sequences[:: self.options.per_prompt]
         prompt = sum(len(sequence.prompt) for sequence in firsts)
-        completion = sum(sequence.choice.count for sequence in self.sequences)
-        cached = sum(min(sequence.cached, len(sequence.prompt)) for sequence in firsts)
-        return openai_replies.usage(prompt, completion, cached)
+        output = sum(sequence.choice.count for sequence in self.sequences)
+        return prompt, output, sum(min(one.cached, len(one.prompt)) for one in firsts)
 
     def body(self) -> bytes:
         """Return the JSON body of a non-streamed reply."""
@@ -364,18 +363,11 @@ def add_phases(trace: RequestTrace, sequence: ReplySequence) -> None:
 
 
 def _reply_attributes(reply: Reply) -> Attributes:
-    options, sequences = reply.options, reply.sequences
-    leaders = sequences[:: options.per_prompt]
+    finishes = tuple(sequence.finish for sequence in reply.sequences if sequence.finish)
+    operation = "chat" if reply.options.chat else "text_completion"
     return _REPLY, (
-        "chat" if options.chat else "text_completion",
-        "pigou",
-        reply.model,
-        reply.id,
-        tuple(sequence.finish for sequence in sequences if sequence.finish),
-        sum(len(sequence.prompt) for sequence in leaders),
-        sum(sequence.choice.count for sequence in sequences),
-        sum(min(sequence.cached, len(sequence.prompt)) for sequence in leaders),
-    )
+        operation, "pigou", reply.model, reply.id, finishes, *reply.token_counts()
+    )  # fmt: skip
 
 
 class ReplyTrace:

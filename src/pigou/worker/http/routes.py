@@ -168,7 +168,7 @@ class Routes:
                     return await self._stream(request, reply, headers)
                 while not reply.done:
                     await reply.wait()
-            if (failure := reply.failure()) is not None:
+            if (failure := reply.error) is not None:
                 raise failure
             return web.Response(body=reply.body(), content_type="application/json", headers=headers)
         finally:
@@ -180,7 +180,7 @@ class Routes:
         self, request: web.Request, reply: Reply, headers: dict[str, str]
     ) -> web.StreamResponse:
         await reply.wait()
-        if (failure := reply.failure()) is not None:
+        if (failure := reply.error) is not None:
             raise failure  # before the first byte, the status can still be set
         response = web.StreamResponse(headers=headers)
         response.content_type = "text/event-stream"
@@ -189,7 +189,7 @@ class Routes:
         await response.prepare(request)
         data = reply.opening()
         while True:
-            ended, error = reply.done, reply.failure()
+            ended, error = reply.done, reply.error
             data += reply.take_frames()
             if error is not None:
                 await response.write(data + frame(error.body()) + DONE)

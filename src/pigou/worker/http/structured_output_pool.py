@@ -58,43 +58,25 @@ class Trials(Protocol):
         """Stop."""
 
 
-class GrammarSource(Protocol):
-    """Compiles a request's grammar to states for its sequences."""
+class GrammarSource:
+    """Compiles a request's grammar to states for its sequences; without a model, refuses."""
+
+    def __init__(self, refuse: Callable[[Grammar], None]) -> None:
+        self._refuse = refuse
 
     async def prepare(
         self, grammar: Grammar, tenant: str, count: int, output: Sequence[int] = ()
     ) -> list[GrammarState]:
         """Return `count` states after `output`; raises ValueError or CompileQueueFull."""
+        del tenant, count, output
+        self._refuse(grammar)
+        return []
 
     def warm_up(self) -> None:
         """Load the tokenizer before the first request."""
 
     def close(self) -> None:
         """Stop all threads and processes."""
-
-
-class NoGrammars:
-    """Grammar source of a worker without a model."""
-
-    def __init__(self, refuse: Callable[[Grammar], None]) -> None:
-        self._refuse = refuse
-
-    async def prepare(
-        self,
-        grammar: Grammar,
-        tenant: str,  # noqa: ARG002
-        count: int,  # noqa: ARG002
-        output: Sequence[int] = (),  # noqa: ARG002
-    ) -> list[GrammarState]:
-        """Refuse."""
-        self._refuse(grammar)
-        return []
-
-    def warm_up(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 @dataclass(eq=False, slots=True)
@@ -112,7 +94,7 @@ class _TenantQueue:
     running: bool = False
 
 
-class GrammarCompilePool:
+class GrammarCompilePool(GrammarSource):
     """Compiles grammars on a few threads, one per tenant, round-robin. Event loop only."""
 
     def __init__(
@@ -223,7 +205,7 @@ class GrammarCompilePool:
             states = await loop.run_in_executor(self._pool, _compile, grammars, job, trials)
         except ValueError as error:
             if not job.done.done():
-                self._refuse(job, str(error))
+                self._remember_refusal(job, str(error))
                 job.done.set_exception(error)
         except Exception as error:  # raised by the pool itself at process exit
             log.exception("compiling a grammar failed")
@@ -246,7 +228,7 @@ class GrammarCompilePool:
                     raise
             return self._grammars
 
-    def _refuse(self, job: _Job, message: str) -> None:
+    def _remember_refusal(self, job: _Job, message: str) -> None:
         if job.output:
             return  # the output may be at fault
         self._refused[job.grammar] = message

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from pigou.config import ConfigError, EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.preemption import RateMeter
 from pigou.kv.block import KVLayout
+from pigou.models import bundled_path
 from pigou.models.read import architecture, read_architecture
 from pigou.request import SECOND, Ints, Rehearsed
 from pigou.runtime.stores.offloader import KVOffloader
@@ -47,7 +47,6 @@ from pigou.worker.http.structured_output_pool import (
     GrammarCompilePool,
     GrammarSandbox,
     GrammarSource,
-    NoGrammars,
 )
 from pigou.worker.kv_transfer.block_store import HostBlockStore, SharedMemory
 from pigou.worker.kv_transfer.transfer_params import TransferConfig
@@ -95,17 +94,6 @@ def build(config: WorkerConfig) -> WorkerParts:
     return _build_sleeping(config) if config.sleeps else _build_torch(config)
 
 
-def bundled() -> Path:
-    """Return the bundled model's folder; raises ConfigError if not installed."""
-    folder = Path(str(files("pigou"))) / "models" / "tiny"
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            "model is 'bundled', and this installation has no bundled model; give a folder or a "
-            "Hugging Face hub id"
-        )
-    return folder
-
-
 def transfer_config(
     config: WorkerConfig, backends: tuple[str, ...], advertise: str = ""
 ) -> TransferConfig:
@@ -130,7 +118,7 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
     from pigou.runtime.structured_output import WorkBudget
 
     set_threads(config.threads)
-    source = bundled() if config.model == "bundled" else config.model
+    source = bundled_path() if config.model == "bundled" else config.model
     loaded = load(source, config.dtype, config.device)
     layout = loaded.layout(config.block_size)
     max_tokens = config.max_model_len or loaded.config.context
@@ -203,7 +191,7 @@ def _swap_rate(
 
 
 def _build_sleeping(config: WorkerConfig) -> WorkerParts:
-    folder = bundled() if config.model == "bundled" else Path(config.model)
+    folder = bundled_path() if config.model == "bundled" else Path(config.model)
     spec = _read_spec(folder)
     vocab = int(spec.get("vocab_size", 0))
     max_tokens = config.max_model_len or _context(spec)
@@ -231,7 +219,7 @@ def _build_sleeping(config: WorkerConfig) -> WorkerParts:
     model = _served(config, folder, eos=tokenizer.eos, digest="sleep", limits=limits)
     store = HostBlockStore(layout, data[: blocks * _SLEEP_BYTES].reshape(blocks, _SLEEP_BYTES))
     return WorkerParts(
-        model, core, backend, store, memory, None, NoGrammars(backend.refuse), backend.rest,
+        model, core, backend, store, memory, None, GrammarSource(backend.refuse), backend.rest,
         times.link, _open(tiers, store), work=_pretended_work(config, folder),
     )  # fmt: skip
 
@@ -299,16 +287,12 @@ def _core(
     config: WorkerConfig, blocks: int, max_tokens: int, tiers: WorkerTiers | None
 ) -> EngineCore:
     limits = _engine_config(config, blocks, max_tokens)
-    return EngineCore(limits, _epoch(), tiers.tiers if tiers is not None else None)
+    epoch_ns = time.time_ns() - time.monotonic_ns()  # Unix time at monotonic time 0
+    return EngineCore(limits, epoch_ns, tiers.tiers if tiers is not None else None)
 
 
 def _open(tiers: WorkerTiers | None, device: DeviceBlocks) -> tuple[list[str], KVOffloader] | None:
     return None if tiers is None else (tiers.names, tiers.offloader(device))
-
-
-def _epoch() -> int:
-    """Return the Unix time, in nanoseconds, at monotonic time 0."""
-    return time.time_ns() - time.monotonic_ns()
 
 
 def _engine_config(config: WorkerConfig, blocks: int, max_tokens: int) -> EngineConfig:
