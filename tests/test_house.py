@@ -27,7 +27,7 @@ MAX_CIRCLES = 0
 MAX_TEST_ONLY_NAMES = 13  # aim 0
 #: Lines of packages, or of several together; `modules` are the files beside them.
 BUDGETS = {
-    "modules": 2_050,  # aim 1,500
+    "modules": 2_070,  # aim 1,500
     "models": 2_050,  # aim 1,000
     "placement": 1_050,
     "kv": 3_100,
@@ -43,7 +43,7 @@ BUDGETS = {
     "worker": 8_900,  # aim 8,750
     "runtime": 8_550,
     "sim": 7_700,
-    "fleet": 10_850,
+    "fleet": 10_750,
     "workload capacity report cli": 12_800,  # aim 12,250
 }
 #: Short files that are whole: entry points.
