@@ -184,7 +184,7 @@ class Serving:
                 done.set_result(None)
 
         tell("loading kernels")
-        done.set_running_or_notify_cancel()  # who waits may go; the thread ends by itself
+        done.set_running_or_notify_cancel()  # the thread ends by itself, also without a waiter
         threading.Thread(target=work, name="compile", daemon=True).start()
         await asyncio.wrap_future(done)
         self.plane_driver.compiled.set()
