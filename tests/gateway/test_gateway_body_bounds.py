@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from tests.wire.hostile_bodies import CASES, TEXT, encode
 
 from pigou.gateway import request_parsing
 from pigou.gateway.auth.keys import Key, Keys, make_key
-from pigou.wire.bodies import FairThreadPool
+from pigou.wire.fair_turns import FairThreadPool
 from pigou.wire.json_limits import SMALL
 
 
@@ -43,8 +42,7 @@ async def test_a_tenant_with_too_many_large_bodies_gets_429_and_others_are_serve
         return read(*args, **fields)
 
     monkeypatch.setattr("pigou.gateway.api.generation.read", held)
-    few = partial(FairThreadPool, max_waiting=2)
-    monkeypatch.setattr("pigou.gateway.gateway.FairThreadPool", few)
+    monkeypatch.setattr(FairThreadPool.__init__, "__defaults__", (2, 2))  # threads, waiting
     body = encode({"prompt": "a", "user": "u" * SMALL, "max_tokens": 3})
     async with serving(Stub("a"), keys=keys) as fleet:
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from pigou.wire.bodies import FairThreadPool
 from pigou.wire.errors import APIError
+from pigou.wire.fair_turns import FairThreadPool
 
 
 @contextmanager

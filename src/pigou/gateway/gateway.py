@@ -17,7 +17,7 @@ from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.proxy.server_routes import ServerRoutes
 from pigou.gateway.startup_shutdown import Shutdown, Startup
 from pigou.tracing.tracer import Tracer
-from pigou.wire.bodies import FairThreadPool
+from pigou.wire.fair_turns import FairThreadPool
 from pigou.wire.json_limits import SMALL
 
 _T = TypeVar("_T")

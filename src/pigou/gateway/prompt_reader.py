@@ -23,8 +23,9 @@ from pigou.request import BlockKeys
 from pigou.text.chat_template import ChatError, ChatTemplate, parse_call
 from pigou.text.model_files import find_tokenizer
 from pigou.text.tokenizer import Tokenizer, TokenizerError
-from pigou.wire.bodies import MAX_PAGE_BYTES, REPLIES, FairThreadPool
+from pigou.wire.bodies import MAX_PAGE_BYTES, REPLIES
 from pigou.wire.errors import APIError
+from pigou.wire.fair_turns import FairThreadPool
 from pigou.wire.request_validation import check_messages
 
 _messages = msgspec.json.Decoder(list[dict[str, Any]])

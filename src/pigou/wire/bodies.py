@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 import aiohttp
 from aiohttp import HttpVersion11, web
@@ -24,10 +21,6 @@ _JSON = "application/json"
 _GRACE_S = 15.0
 #: Minimum bytes/s that a client must send.
 _MIN_BYTES_PER_S = 16 * 1024
-_THREADS = 2
-#: Maximum queued jobs per tenant; more are answered 429.
-_MAX_WAITING = 64
-_T = TypeVar("_T")
 
 
 class OverBudget(Exception):
@@ -207,71 +200,3 @@ async def _expected(request: web.Request) -> None:
         )
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0
-
-
-class FairThreadPool:
-    """Thread pool with fair turns of tenants."""
-
-    def __init__(self, threads: int = _THREADS, max_waiting: int = _MAX_WAITING) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="off-loop")
-        self._free = threads
-        self._max_waiting = max_waiting
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-
-    async def run(self, tenant: str, work: Callable[[], _T]) -> _T:
-        """Run `work` on a thread; raises APIError 429 if too much is queued."""
-        await self._take(tenant)
-        job = asyncio.get_running_loop().run_in_executor(self._pool, work)
-        # A thread stays taken until its work ends, also when nobody waits for it any longer.
-        job.add_done_callback(self._done)
-        return await asyncio.shield(job)
-
-    def close(self) -> None:
-        """End the threads, once their work is done."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    async def _take(self, tenant: str) -> None:
-        if self._free:
-            self._free -= 1
-            return
-        queue = self._waiting.setdefault(tenant, deque())
-        if len(queue) >= self._max_waiting:
-            raise APIError(
-                429,
-                f"{len(queue)} large requests with this key wait to be read. Try again later.",
-                retry_after=1,
-            )
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        queue.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._give_back()
-            else:
-                self._forget(tenant, turn)
-            raise
-
-    def _done(self, job: asyncio.Future[_T]) -> None:
-        if not job.cancelled():
-            job.exception()  # the waiting request may have been cancelled
-        self._give_back()
-
-    def _forget(self, tenant: str, turn: asyncio.Future[None]) -> None:
-        queue = self._waiting.get(tenant)
-        if queue is not None and turn in queue:
-            queue.remove(turn)
-            if not queue:
-                del self._waiting[tenant]
-
-    def _give_back(self) -> None:
-        while self._waiting:
-            tenant = next(iter(self._waiting))
-            queue = self._waiting.pop(tenant)
-            turn = queue.popleft()
-            if queue:
-                self._waiting[tenant] = queue  # behind the other tenants
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._free += 1

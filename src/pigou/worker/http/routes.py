@@ -19,7 +19,7 @@ from pigou.tracing.request_trace import RequestTrace
 from pigou.tracing.tracer import Tracer
 from pigou.tracing.waterfall import spans_view
 from pigou.wire import openai_replies, request_validation
-from pigou.wire.bodies import FairThreadPool, no_interim_answer, read_json
+from pigou.wire.bodies import no_interim_answer, read_json
 from pigou.wire.connections import (
     close_old_streams,
     is_reserved,
@@ -29,6 +29,7 @@ from pigou.wire.connections import (
     too_many_connections,
 )
 from pigou.wire.errors import APIError, bad_request, http_error, too_large
+from pigou.wire.fair_turns import FairThreadPool
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.json_limits import SMALL, read_fields
 from pigou.wire.openai_requests import (

@@ -9,17 +9,19 @@ import logging
 import subprocess
 import sys
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from pigou.request import Grammar
 from pigou.runtime.step_output import GrammarError, described, is_contained
 from pigou.wire.errors import APIError, bad_request
+from pigou.wire.fair_turns import FairTurns
 from pigou.wire.openai_requests import ChatRequest, GenerationRequest
 from pigou.wire.structured_output import grammar
 from pigou.worker.http.sequence_output import Tools, request_tools
@@ -84,14 +86,7 @@ class _Job:
     grammar: Grammar
     count: int
     output: tuple[int, ...]
-    done: asyncio.Future[list[GrammarState]]
-    trials: Trials | None = None
-
-
-@dataclass(slots=True)
-class _TenantQueue:
-    queued: deque[_Job] = field(default_factory=deque)
-    running: bool = False
+    left: bool = False  # the client is gone
 
 
 class GrammarCompilePool(GrammarSource):
@@ -105,11 +100,10 @@ class GrammarCompilePool(GrammarSource):
         self._idle = [trials() for _ in range(threads)]
         self._all_trials = tuple(self._idle)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
-        self._tenants: OrderedDict[str, _TenantQueue] = OrderedDict()
+        self._turns = FairTurns(threads, max_per_tenant=1)
         self._refused: OrderedDict[Grammar, str] = OrderedDict()
         self._making = threading.Lock()
         self._unusable: ValueError | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def warm_up(self) -> None:
         """Load the tokenizer, which can hold the GIL for a second; errors surface on use."""
@@ -119,7 +113,7 @@ class GrammarCompilePool(GrammarSource):
     @property
     def queued(self) -> int:
         """Queued grammars."""
-        return sum(len(tenant.queued) for tenant in self._tenants.values())
+        return self._turns.total_waiting
 
     async def prepare(
         self, grammar: Grammar, tenant: str, count: int, output: Sequence[int] = ()
@@ -132,88 +126,50 @@ class GrammarCompilePool(GrammarSource):
         if known is not None and not output and known.has(grammar):
             return [known.start(grammar) for _ in range(count)]
         self._check_room(tenant)
-        future: asyncio.Future[list[GrammarState]] = asyncio.get_running_loop().create_future()
-        job = _Job(grammar, count, tuple(output), future)
-        self._tenants.setdefault(tenant, _TenantQueue()).queued.append(job)
-        self._begin()
+        await self._turns.take(tenant)
+        job, trials = _Job(grammar, count, tuple(output)), self._idle.pop()
+        work = asyncio.get_running_loop().create_task(self._compile(job, trials))
+        work.add_done_callback(partial(self._done, tenant, trials))
         try:
-            return await future
-        finally:
-            self._leave(tenant, job)
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            job.left = True
+            trials.kill()
+            raise
 
     def close(self) -> None:
         """Stop threads and processes; queued jobs fail."""
-        for tenant in self._tenants.values():
-            for job in tenant.queued:
-                job.done.cancel()
+        self._turns.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         for trials in self._all_trials:
             trials.close()
 
     def _check_room(self, tenant: str) -> None:
-        own = self._tenants.get(tenant)
-        if own is not None and len(own.queued) >= MAX_QUEUED_PER_TENANT:
-            raise CompileQueueFull(f"{len(own.queued)} of its tenant wait to be compiled")
+        if (own := self._turns.waiting(tenant)) >= MAX_QUEUED_PER_TENANT:
+            raise CompileQueueFull(f"{own} of its tenant wait to be compiled")
         if (queued := self.queued) >= MAX_QUEUED:
             raise CompileQueueFull(f"{queued} wait to be compiled")
 
-    def _begin(self) -> None:
-        """Start jobs of idle tenants, in turn, while threads are free."""
-        for name in list(self._tenants):
-            if not self._idle:
-                return
-            tenant = self._tenants[name]
-            if tenant.running or not tenant.queued:
-                continue
-            job = tenant.queued.popleft()
-            tenant.running = True
-            self._tenants.move_to_end(name)
-            job.trials = self._idle.pop()
-            task = asyncio.get_running_loop().create_task(self._run(name, job, job.trials))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    def _done(self, tenant: str, trials: Trials, work: asyncio.Task[list[GrammarState]]) -> None:
+        if not work.cancelled():
+            work.exception()  # the client may be gone
+        self._idle.append(trials)
+        self._turns.give_back(tenant)
 
-    def _leave(self, tenant: str, job: _Job) -> None:
-        own = self._tenants.get(tenant)
-        if own is not None and job in own.queued:
-            own.queued.remove(job)
-            self._forget(tenant)
-        elif job.trials is not None and job.done.cancelled():
-            job.trials.kill()
-
-    def _forget(self, tenant: str) -> None:
-        own = self._tenants.get(tenant)
-        if own is not None and not own.queued and not own.running:
-            del self._tenants[tenant]
-
-    async def _run(self, tenant: str, job: _Job, trials: Trials) -> None:
-        try:
-            await self._do(job, trials)
-        finally:
-            job.trials = None
-            self._idle.append(trials)
-            self._tenants[tenant].running = False
-            self._forget(tenant)
-            self._begin()
-
-    async def _do(self, job: _Job, trials: Trials) -> None:
+    async def _compile(self, job: _Job, trials: Trials) -> list[GrammarState]:
         loop = asyncio.get_running_loop()
         try:
             grammars = self._grammars
             if grammars is None:
                 grammars = await loop.run_in_executor(self._pool, self._made)
-            states = await loop.run_in_executor(self._pool, _compile, grammars, job, trials)
+            return await loop.run_in_executor(self._pool, _compile, grammars, job, trials)
         except ValueError as error:
-            if not job.done.done():
+            if not job.left:
                 self._remember_refusal(job, str(error))
-                job.done.set_exception(error)
-        except Exception as error:  # raised by the pool itself at process exit
+            raise
+        except Exception:  # raised by the pool itself at process exit
             log.exception("compiling a grammar failed")
-            if not job.done.done():
-                job.done.set_exception(error)
-        else:
-            if not job.done.done():
-                job.done.set_result(states)
+            raise
 
     def _made(self) -> Grammars:
         """Return the tokenizer's grammars, loading it once; thread-safe."""
@@ -237,7 +193,7 @@ class GrammarCompilePool(GrammarSource):
 
 
 def _compile(grammars: Grammars, job: _Job, trials: Trials) -> list[GrammarState]:
-    if job.done.cancelled():
+    if job.left:
         raise ValueError("the client is gone")
     try:
         if not grammars.has(job.grammar):
