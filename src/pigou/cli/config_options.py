@@ -419,7 +419,7 @@ class CommandConfigs:
         self._function = function
         self._configs: dict[str, tuple[type[msgspec.Struct], list[ConfigOption]]] = {}
         self._own: set[str] = set()
-        self.parameters: list[inspect.Parameter] = []  # of the command line
+        self.parameters: list[inspect.Parameter] = []  # typed parameters
         for parameter in inspect.signature(function, eval_str=True).parameters.values():
             kind, *metadata = get_args(parameter.annotation) or (parameter.annotation,)
             if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
