@@ -38,7 +38,7 @@ def scraped_window(before: FleetScrape, now: FleetScrape, start_s: float) -> Fle
     def rose(name: str, **labels: str) -> float | None:
         return increase(a.total(name, **labels), b.total(name, **labels))
 
-    answered = answered_by_status(a, b)
+    answered = requests_by_status(a, b)
     inflight = (b.total("pigou_requests_inflight") or 0) - (a.total("pigou_requests_inflight") or 0)
     refused = rose("pigou_requests_shed_total") or 0.0
     served = sum(count for status, count in answered.items() if status < "400")
@@ -66,7 +66,7 @@ def scraped_window(before: FleetScrape, now: FleetScrape, start_s: float) -> Fle
     )  # fmt: skip
 
 
-def answered_by_status(a: MetricPage, b: MetricPage) -> dict[str, float]:
+def requests_by_status(a: MetricPage, b: MetricPage) -> dict[str, float]:
     """Return requests of work between two pages, by HTTP status."""
     answered: dict[str, float] = {}
     for route in _WORK:

@@ -21,7 +21,7 @@ from pigou.gateway.fleet_status import FleetStatus
 from pigou.gateway.gateway import Gateway
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.model_routing import ModelRouting
-from pigou.windows.scrape import ITL, TTFT, answered_by_status
+from pigou.windows.scrape import ITL, TTFT, requests_by_status
 from pigou.wire.errors import bad_request
 
 #: Seconds between samples, and how many of them, and of events, are kept: half an hour.
@@ -58,11 +58,11 @@ class History:
         clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         self._fleet, self._clock = fleet, clock
-        counted = [*models, *([] if metrics in models else [metrics])]
+        sources = [*models, *([] if metrics in models else [metrics])]
         self._collectors = [
             collector
-            for each in counted
-            for collector in (each.requests, each.first_token, each.itl)
+            for source in sources
+            for collector in (source.requests, source.first_token, source.itl)
         ]
         self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
@@ -87,7 +87,7 @@ class History:
         elapsed = now - self._last if self._last else 0.0
         before, self._page = self._page, metric_page(self._collectors)
         ttft, itl = ((before.buckets(name), self._page.buckets(name)) for name in (TTFT, ITL))
-        answered = answered_by_status(before, self._page)
+        answered = requests_by_status(before, self._page)
         refused, self._refused = view["shed"] - self._refused, view["shed"]
         self._samples.append(
             {
@@ -117,7 +117,7 @@ class History:
         """Return samples and events after `since` (Unix seconds), as columns."""
         samples = [sample for sample in self._samples if sample["time"] > since]
         names = self._samples[-1].keys() if self._samples else ()
-        answered = answered_by_status(MetricPage(), self._page)
+        answered = requests_by_status(MetricPage(), self._page)
         return {
             "step_s": STEP_S,
             "kept_s": STEP_S * MAX_SAMPLES,
