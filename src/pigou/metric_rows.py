@@ -65,10 +65,6 @@ class Scraped(Collector):
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         self._read = read
 
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: names are known once they are read."""
-        return ()
-
     def collect(self) -> Iterable[Metric]:
         """Return the families."""
         return self._read()

@@ -240,11 +240,7 @@ def _text(part: dict[str, Any]) -> str:
 
 def parse_call(call: Any) -> Any:
     """Return a tool call with its arguments parsed where they are text. Raises ValueError."""
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(arguments, str):
-        return call
-    return {**call, "function": {**function, "arguments": json.loads(arguments or "{}")}}
+    return _with_arguments(call, str, lambda text: json.loads(text or "{}"))
 
 
 def _with_object(call: Any) -> Any:
@@ -256,17 +252,17 @@ def _with_object(call: Any) -> Any:
     return parsed if fits else call
 
 
-def _with_text(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(arguments, dict):
-        return call
-    return {**call, "function": {**function, "arguments": _tojson(arguments)}}
+def _with_arguments(call: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
+    """Return a tool call with its arguments converted where they are of a kind."""
+    match call:
+        case {"function": {"arguments": arguments} as function} if isinstance(arguments, kind):
+            return {**call, "function": {**function, "arguments": convert(arguments)}}
+    return call
 
 
 _CONVERTED: dict[str, Callable[[Any], Any]] = {
     "object": _with_object,
-    "text": _with_text,
+    "text": lambda call: _with_arguments(call, dict, _tojson),
     "either": lambda call: call,
 }
 

@@ -163,15 +163,12 @@ class CallReader:
 
     def _entire(self) -> list[Event]:
         call = _loaded(self.text)
-        if isinstance(call, dict) and isinstance(call.get("function"), dict):
-            call = call["function"]
-        name = call.get("name", call.get("function")) if isinstance(call, dict) else None
-        known = isinstance(name, str) and (self._names is None or name in self._names)
-        keys = call.keys() & {"arguments", "parameters"} if isinstance(call, dict) else ()
-        if not isinstance(call, dict) or not isinstance(name, str) or not known:
-            self.failed = True
-            return []
-        if self._names is not None and not keys:
+        call = call if isinstance(call, dict) else {}
+        call = call["function"] if isinstance(call.get("function"), dict) else call
+        name = call.get("name", call.get("function"))
+        if self._names is not None and not call.keys() & {"arguments", "parameters"}:
+            name = None
+        if not isinstance(name, str) or (self._names is not None and name not in self._names):
             self.failed = True
             return []
         given = call.get("arguments", call.get("parameters"))

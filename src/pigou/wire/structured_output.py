@@ -343,13 +343,9 @@ def _functions(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         where = f"tools[{index}]"
         if (kind := tool.get("type")) != "function":
             raise bad_field(f"{where}.type", f"is {str(kind)[:40]!r}; tools of type function work.")
-        function = tool.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if (
-            not isinstance(function, dict)
-            or not isinstance(name, str)
-            or not _TOOL_NAME.fullmatch(name)
-        ):
+        function = _object(tool.get("function"))
+        name = function.get("name")
+        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
             raise bad_field(
                 f"{where}.function.name", "must have 1 to 64 letters, digits, '_', '-' or '.'."
             )
@@ -370,9 +366,8 @@ def _mode(choice: Any, functions: dict[str, Any], given: bool) -> tuple[str, str
         if not given:
             raise bad_field("tool_choice", f"is {choice!r}, and tools is missing.")
         return choice, ""
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(choice, dict) or choice.get("type") != "function" or not name:
+    name = _object(_object(choice).get("function")).get("name")
+    if _object(choice).get("type") != "function" or not name:
         raise bad_field(
             "tool_choice",
             f"is {str(choice)[:80]!r}; give none, auto, required, or "
@@ -381,6 +376,10 @@ def _mode(choice: Any, functions: dict[str, Any], given: bool) -> tuple[str, str
     if name not in functions:
         raise bad_field("tool_choice", f"names the function {str(name)[:80]!r}, which tools lacks.")
     return "named", str(name)
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _calls(functions: dict[str, dict[str, Any]], max_calls: int) -> dict[str, Any]:
