@@ -140,10 +140,9 @@ def simulate(
 
 
 def _without_limits(control: ControlConfig) -> ControlConfig:
-    from pigou.sim.simulation import UNLIMITED
+    from pigou.sim.simulation import LIMITS, UNLIMITED
 
-    names = ("max_inflight", "max_inflight_tokens", "max_queued", "queue_timeout")
-    limits = {name: getattr(control, name) or UNLIMITED for name in names}
+    limits = {name: getattr(control, name) or UNLIMITED for name in LIMITS}
     return msgspec.structs.replace(control, **limits)
 
 

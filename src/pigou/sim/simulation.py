@@ -51,6 +51,7 @@ _GARBAGE = 50_000
 #: Takes a limit of the control plane away. The gateway queues requests that exceed the workers'
 #: capacity; a simulation of the workers alone lets them queue there.
 UNLIMITED = 2**60
+LIMITS = ("max_inflight", "max_inflight_tokens", "max_queued", "queue_timeout")
 #: Requests of the small simulation, and how many a second: long enough for an assessment.
 _REQUESTS, _RATE = 40, 6.0
 _LENGTHS = RequestLengths(input=(600, 600), output=(40, 40), templates=8)
@@ -58,6 +59,11 @@ _LENGTHS = RequestLengths(input=(600, 600), output=(40, 40), templates=8)
 _PROMPTS = 4
 #: Workers of a group, at most: two cost the same at first, and one is drawn.
 _WORKERS = 2
+
+
+def unlimited(**settings: Any) -> ControlConfig:
+    """Return the configuration of a control plane without limits but those given."""
+    return ControlConfig(**(dict.fromkeys(LIMITS, UNLIMITED) | settings))
 
 
 class Simulation:

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from pigou.config import ConfigError, ControlConfig
+from pigou.config import ConfigError
 from pigou.performance.model import PerformanceModel
 from pigou.performance.sweep_tables import (
     DecodePoint,
@@ -22,7 +22,7 @@ from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import read_fleet
 from pigou.sim.pool_performance import measure_performance
 from pigou.sim.setup import Setup, SweepConfig
-from pigou.sim.simulation import UNLIMITED, Simulation
+from pigou.sim.simulation import Simulation, unlimited
 from pigou.sim.virtual_clock import EPOCH, Phase
 from pigou.sim.workload import ClosedLoop, OpenLoop, RequestLengths, renewal
 from pigou.windows.planner_window import PlannerWindow
@@ -189,10 +189,7 @@ class _SimulatedPools:
 def _simulation(
     workload: OpenLoop | ClosedLoop, prefill: int, decode: int, setup: Setup, seed: int
 ) -> Simulation:
-    control = ControlConfig(
-        policy="least-loaded", seed=seed, max_inflight=UNLIMITED, max_inflight_tokens=UNLIMITED,
-        max_queued=UNLIMITED, queue_timeout=UNLIMITED,
-    )  # fmt: skip
+    control = unlimited(policy="least-loaded", seed=seed)
     fleet = read_fleet(f"{prefill}p+{decode}d")
     return Simulation(workload, fleet, setup, control, ClientConfig(), seed=seed)
 

@@ -41,7 +41,7 @@ from pigou.workload.prompts import (
     make_prefixes,
     pieces,
 )
-from pigou.workload.trace import Trace, TraceSession
+from pigou.workload.trace import Trace
 from pigou.workload.trace_formats import read_trace
 
 _OPEN_WARMUP_SLOTS = 8
@@ -75,20 +75,13 @@ class TraceReplay:
     trace: Trace  # as replayed, scaled and cut
     dropped: int  # turns left out as too long for the model
 
-    @property
-    def turns(self) -> int:
-        """How many requests there are."""
-        return sum(len(session.turns) for session in self.trace.sessions)
-
     def jobs(self, vocabulary: Sequence[int]) -> Iterator[list[tuple[PromptJob, float]]]:
         """Yield each session's jobs, with the seconds of thinking before each."""
         for session in self.trace.sessions:
-            yield [(self._job(session, at, vocabulary), turn.think)
-                   for at, turn in enumerate(session.turns)]  # fmt: skip
-
-    def _job(self, session: TraceSession, at: int, vocabulary: Sequence[int]) -> PromptJob:
-        turn = session.turns[at]
-        return PromptJob(self.trace.prompt(session, turn, vocabulary), turn.output)
+            yield [
+                (PromptJob(self.trace.prompt(session, turn, vocabulary), turn.output), turn.think)
+                for turn in session.turns
+            ]
 
 
 def plan(config: BenchConfig, max_model_len: int | None) -> TraceReplay:
@@ -106,9 +99,7 @@ def plan(config: BenchConfig, max_model_len: int | None) -> TraceReplay:
         raise ConfigError(
             f"--trace: no request fits the model's {max_model_len} tokens; lower --trace-scale"
         )
-    before = sum(len(session.turns) for session in chosen.sessions)
-    replay = TraceReplay(fitting, 0)
-    return replace(replay, dropped=before - replay.turns)
+    return TraceReplay(fitting, chosen.request_count - fitting.request_count)
 
 
 async def run(
@@ -295,7 +286,8 @@ async def _load(config: BenchConfig, ready: _Prepared, drive: LoadGenerator) -> 
 def _replayed(replay: TraceReplay | None) -> list[str]:
     if replay is None:
         return []
-    what = f"The trace: {len(replay.trace.sessions)} sessions with {replay.turns} requests"
+    trace = replay.trace
+    what = f"The trace: {len(trace.sessions)} sessions with {trace.request_count} requests"
     cut = f"; {replay.dropped} are too long for the model, and were left out"
     return [what + (cut if replay.dropped else "") + "."]
 

@@ -52,6 +52,11 @@ class Trace:
     sessions: tuple[TraceSession, ...]
     timed: bool = True  # whether the sessions' starts were recorded
 
+    @property
+    def request_count(self) -> int:
+        """Requests of all sessions."""
+        return sum(len(session.turns) for session in self.sessions)
+
     def check_timed(self, remedy: str) -> None:
         """Refuse a trace whose sessions have no times."""
         if not self.timed:

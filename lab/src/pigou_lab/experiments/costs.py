@@ -17,12 +17,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pigou.config import ControlConfig
 from pigou.cost.fleet_bill import FleetBill
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import ScalingConfig, read_fleet
 from pigou.sim.setup import Setup
-from pigou.sim.simulation import UNLIMITED, Simulation
+from pigou.sim.simulation import Simulation, unlimited
 from pigou.sim.workload import RequestLengths, renewal
 from pigou_lab.experiments.fleets import PaperFleet, Reading
 from pigou_lab.experiments.results import COMPARED, Row
@@ -103,10 +102,7 @@ def goodput(case: CostCase, seed: int) -> Goodput:
 
 
 def _bill(case: CostCase, rate: float, seed: int) -> FleetBill:
-    free: dict[str, Any] = dict.fromkeys(
-        ("max_inflight", "max_inflight_tokens", "max_queued"), UNLIMITED
-    )
-    control = ControlConfig(queue_timeout=UNLIMITED, seed=seed, **free)
+    control = unlimited(seed=seed)
     load = renewal(case.lengths, rate, 1.0, 0, case.seconds, seed)
     fleet, scaling = read_fleet(case.fleet), ScalingConfig(slo=case.slo)
     made = Simulation(

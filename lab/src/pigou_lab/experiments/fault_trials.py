@@ -16,7 +16,7 @@ from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import FleetConfig, Outage, Slow, WorkerGroup
 from pigou.sim.observed_windows import WindowObserver
 from pigou.sim.setup import Setup, TierConfig
-from pigou.sim.simulation import UNLIMITED, Simulation
+from pigou.sim.simulation import Simulation, unlimited
 from pigou.sim.workload import OpenLoop, RequestSession, RequestSpec
 from pigou.windows.observations import FleetObservation, WorkerObservation
 
@@ -28,14 +28,8 @@ _BLOCK = 16
 _SCOPE = 7
 
 
-def limits(**values: Any) -> ControlConfig:
-    """Return a configuration without limits but these."""
-    names = ("max_inflight", "max_inflight_tokens", "max_queued", "queue_timeout")
-    return ControlConfig(**{**dict.fromkeys(names, UNLIMITED), **values})
-
-
 _SETUP = Setup(model="llama-3.1-8b", gpu="H100", max_batched_tokens=512)
-_UNLIMITED, _TWO, _PATIENT = limits(), WorkerGroup(count=2), ClientConfig()
+_UNLIMITED, _TWO, _PATIENT = unlimited(), WorkerGroup(count=2), ClientConfig()
 
 
 @dataclass(frozen=True)
@@ -161,7 +155,7 @@ def _staleness(rng: Random) -> FaultTrial:
 
 def _queue_build_up(rng: Random) -> FaultTrial:
     load = _open(rng, rng.uniform(66.0, 80.0), 60.0)
-    return FaultTrial(load, WorkerGroup(count=1), control=limits(max_inflight=64))
+    return FaultTrial(load, WorkerGroup(count=1), control=unlimited(max_inflight=64))
 
 
 def _prefill_spikes(rng: Random) -> FaultTrial:
@@ -187,7 +181,7 @@ def _starvation(rng: Random) -> FaultTrial:
     longs = _open(rng, 0.15, 60.0, prompt=(8000, 12_000))
     order = {"order": "shortest", "ageing": 1}
     return FaultTrial(_merged(shorts, longs), WorkerGroup(count=1),
-                      control=limits(admission=order, max_inflight=48))  # fmt: skip
+                      control=unlimited(admission=order, max_inflight=48))  # fmt: skip
 
 
 def _batch_inefficiency(rng: Random) -> FaultTrial:
@@ -197,12 +191,14 @@ def _batch_inefficiency(rng: Random) -> FaultTrial:
 def _noisy_neighbour(rng: Random) -> FaultTrial:
     loud = _closed(rng, rng.randint(110, 130), 12, tenant="anna", output=(100, 300))
     quiet = _open(rng, rng.uniform(3.0, 5.0), 60.0)
-    return FaultTrial(_merged(loud, quiet), WorkerGroup(count=1), control=limits(max_inflight=64))
+    return FaultTrial(
+        _merged(loud, quiet), WorkerGroup(count=1), control=unlimited(max_inflight=64)
+    )
 
 
 def _retry_storm(rng: Random) -> FaultTrial:
     load = _merged(_open(rng, 5.0, 60.0), _open(rng, rng.uniform(66.0, 80.0), 40.0, 60.0))
-    return FaultTrial(load, WorkerGroup(count=1), control=limits(max_inflight=64),
+    return FaultTrial(load, WorkerGroup(count=1), control=unlimited(max_inflight=64),
                       client=ClientConfig(timeout=4.0, retries=6))  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args
 
-from pigou.config import ConfigError, ControlConfig
+from pigou.config import ConfigError
 from pigou.control.routing.policy import Costs, RequestView, RoutingPolicy
 from pigou.control.routing.pool_policy import Pool, Rows
 from pigou.control.routing.view import FleetView
@@ -30,7 +30,7 @@ from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.network import LinkConfig
 from pigou.sim.setup import Setup
-from pigou.sim.simulation import UNLIMITED, Simulation
+from pigou.sim.simulation import Simulation, unlimited
 from pigou.sim.timing import Law
 from pigou.sim.workload import ClosedLoop, RequestLengths
 from pigou_lab.experiments.paper import FleetName
@@ -135,15 +135,11 @@ def make_simulation(
     )
     if policy is None and not setting.policy:
         policy = EqualStages.weighing(setting.overlap_weight)
-    control = ControlConfig(
+    control = unlimited(
         policy=setting.policy or "dynamo-paper",
         params=dict(setting.params),
         temperature=setting.temperature,
         saturation=dict(saturation or {"detector": "cusum"}),
-        max_inflight=UNLIMITED,
-        max_inflight_tokens=UNLIMITED,
-        max_queued=UNLIMITED,
-        queue_timeout=UNLIMITED,
         seed=seed,
     )
     return Simulation(

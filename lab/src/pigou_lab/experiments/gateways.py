@@ -16,13 +16,12 @@ from typing import Any
 
 import msgspec
 
-from pigou.config import ControlConfig
 from pigou.request import SECOND
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import GatewaysConfig, read_fleet
 from pigou.sim.result import SimulationResult
 from pigou.sim.setup import Setup
-from pigou.sim.simulation import UNLIMITED, Simulation
+from pigou.sim.simulation import Simulation, unlimited
 from pigou.sim.virtual_clock import EPOCH
 from pigou.sim.workload import OpenLoop, RequestLengths, RequestSession, merged, renewal
 from pigou_lab.experiments.fleets import PaperFleet, Reading
@@ -75,10 +74,7 @@ def _run_of(config: GatewaysConfig, seed: int) -> dict[str, Any]:
 
 def simulation(config: GatewaysConfig, seed: int, overloaded: bool = False) -> Simulation:
     """Return a run: Poisson arrivals, or tenants over capacity in fair order, one gateway each."""
-    free: dict[str, Any] = dict.fromkeys(
-        ("max_inflight", "max_inflight_tokens", "max_queued"), UNLIMITED
-    )
-    control = ControlConfig(queue_timeout=UNLIMITED, seed=seed, **free)
+    control = unlimited(seed=seed)
     load, client = renewal(LENGTHS, RATE, 1.0, 0, HOLD_S, seed), ClientConfig()
     if overloaded:
         limits: dict[str, Any] = {

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pigou.config import ControlConfig
 from pigou.control.planner.planner import Planner
 from pigou.objectives import Objectives, Slo
 from pigou.performance.model import PerformanceModel
@@ -36,7 +35,7 @@ from pigou.sim.fleet_config import (
 from pigou.sim.pool_performance import measure_performance
 from pigou.sim.scaling import PlannedFleet, build_planner
 from pigou.sim.setup import Setup
-from pigou.sim.simulation import UNLIMITED, Simulation
+from pigou.sim.simulation import Simulation, unlimited
 from pigou.sim.workload import RequestLengths, renewal
 from pigou_lab.experiments.fleets import PaperFleet
 from pigou_lab.experiments.results import Row
@@ -117,9 +116,7 @@ class PlannedRun:
         )
         lengths = RequestLengths(input=(PROMPT, PROMPT), output=(ANSWER, ANSWER),
                                  templates=self.templates)  # fmt: skip
-        control = ControlConfig(policy=self.policy, max_inflight=UNLIMITED, seed=seed,
-                                max_inflight_tokens=UNLIMITED, max_queued=UNLIMITED,
-                                queue_timeout=UNLIMITED)  # fmt: skip
+        control = unlimited(policy=self.policy, seed=seed)
         scaling = ScalingConfig(slo=self.slo) if planner is None else self._scaling()
         return Simulation(
             renewal(lengths, self.schedule, 1.0, 0, self.seconds, seed),

@@ -16,14 +16,13 @@ from pigou.capacity.plan.analysis import (
     PlannedPool,
     WorkerKind,
 )
-from pigou.config import ControlConfig
 from pigou.objectives import Slo
 from pigou.request import SECOND, Role
 from pigou.sim.client import ClientConfig
 from pigou.sim.network import LinkConfig
 from pigou.sim.result import SimulationResult
 from pigou.sim.setup import Setup
-from pigou.sim.simulation import UNLIMITED, Simulation
+from pigou.sim.simulation import Simulation, unlimited
 from pigou.sim.workload import OpenLoop, RequestSession, RequestSpec
 
 
@@ -78,13 +77,9 @@ def run_trials(
 
 def run_trial(trial: Trial, slo: Slo) -> TrialFigures:
     """Simulate a configuration under an objective."""
-    control = ControlConfig(
-        max_inflight=UNLIMITED, max_inflight_tokens=UNLIMITED, max_queued=UNLIMITED,
-        queue_timeout=UNLIMITED, seed=trial.seed,
-    )  # fmt: skip
     simulation = Simulation(
-        trial.loop, trial.configuration.fleet(trial.link), trial.setup, control, ClientConfig(),
-        seed=trial.seed, assess_every=1e6,
+        trial.loop, trial.configuration.fleet(trial.link), trial.setup,
+        unlimited(seed=trial.seed), ClientConfig(), seed=trial.seed, assess_every=1e6,
     )  # fmt: skip
     figures = _figures(simulation.run(), slo, trial)
     del simulation
