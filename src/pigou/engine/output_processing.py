@@ -13,6 +13,8 @@ from pigou.engine.block_table import (
     CACHED,
     COMPUTED,
     ENDED,
+    ENTRY_COUNT,
+    ENTRY_ROW,
     FULL,
     KNOWN,
     LENGTH,
@@ -36,7 +38,6 @@ from pigou.engine.token_eviction import take_scores
 from pigou.kv.block_pool import (
     FREE,
     REFS,
-    PoolArrays,
     cache_full_blocks,
     claim,
     link_after,
@@ -46,17 +47,17 @@ from pigou.request import BlockHashes, Counts, FinishReason, Ints
 
 @bare_kernel
 def advance(
-    rows: Ints, counts: Ints, samples: NDArray[np.bool_], steps: Ints, done: int, columns: Ints,
-    block_size: int, work: Ints,
-) -> tuple[int, int]:  # fmt: skip
+    samples: NDArray[np.bool_], steps: Ints, done: int, columns: Ints, block_size: int, work: Ints
+) -> tuple[int, int]:
     """Advance a plan's rows; return the number of entries ended, and with full blocks."""
     computed, length, limit = columns[COMPUTED], columns[LENGTH], columns[LIMIT]
     known, cached = columns[KNOWN], columns[CACHED]
     steps_done, tokens = work[STEPS_DONE], work[TOKENS]
     ended, full_entries = work[ENDED], work[FULL]
+    rows, counts = work[ENTRY_ROW], work[ENTRY_COUNT]
     ended_count = 0
     full = 0
-    for i in range(rows.shape[0]):
+    for i in range(samples.shape[0]):
         row = rows[i]
         tokens[i] = 0
         steps_done[row] = 0
@@ -79,22 +80,21 @@ def advance(
 
 @bare_kernel_over("engine", "kv")
 def _process_steps(
-    rows: Ints, counts: Ints, samples: NDArray[np.bool_], steps: Ints, done: int, columns: Ints,
-    tables: Ints, block_size: int, pool: PoolArrays, wanted: int, work: Ints,
+    samples: NDArray[np.bool_], steps: Ints, done: int, columns: Ints, tables: Ints,
+    block_size: int, meta: Ints, keys: BlockHashes, pool_counts: Counts, wanted: int, work: Ints,
 ) -> tuple[int, int, int, int]:  # fmt: skip
-    """Advance rows, and claim the `wanted` lookahead blocks written by the steps done.
+    """Advance the plan's rows, and claim the `wanted` lookahead blocks written by the steps done.
 
     `steps` has shape (entries,), or is empty. Claims wait if blocks are to be cached in between.
     Returns entries ended, entries with full blocks, hashes removed, and orphaned blocks.
     """
-    ended_count, full = advance(rows, counts, samples, steps, done, columns, block_size, work)
+    ended_count, full = advance(samples, steps, done, columns, block_size, work)
     if full > 0 or wanted == 0:
         return ended_count, full, 0, 0
-    meta, keys, _, pool_counts, removed = pool
     stop = 0
     while stop < wanted and work[NEED_STEP, stop] < done:
         stop += 1
-    gone = claim(meta, keys, pool_counts, work[NEED_BLOCK, :stop], removed)
+    gone = claim(meta, keys, pool_counts, work[NEED_BLOCK, :stop], full)  # `full` is 0
     others = append_wanted(
         tables, columns[BLOCKS], work[NEED_ROW, :stop], work[NEED_STEP, :stop],
         work[NEED_BLOCK, :stop], work[STEPS_DONE], work[ORPHAN],
@@ -113,21 +113,23 @@ def return_blocks(meta: Ints, counts: Counts, blocks: Ints, count: int) -> None:
 
 @bare_kernel_over("engine", "kv")
 def _cache_row(
-    row: int, start: int, count: int, done: int, columns: Ints, tables: Ints, block_size: int,
-    pool: PoolArrays, wanted: int, hashes: BlockHashes, work: Ints,
+    entry: int, done: int, columns: Ints, tables: Ints, block_size: int, meta: Ints,
+    keys: BlockHashes, slots: Ints, counts: Counts, wanted: int, hashes: BlockHashes, work: Ints,
 ) -> tuple[int, int, int, bool]:  # fmt: skip
-    """Cache a row's full blocks in the order in which single steps would have filled them.
+    """Cache an entry's full blocks in the order in which single steps would have filled them.
 
     Lookahead blocks written before are claimed first. Returns marks written to `work`, hashes
     removed, orphaned blocks, and whether a block is a duplicate.
     """
-    meta, keys, slots, counts, removed = pool
     orphans = work[ORPHAN]
+    row, count = work[ENTRY_ROW, entry], work[ENTRY_COUNT, entry]
+    start = columns[COMPUTED, row] - count * work[STEPS_DONE, row]
     block: int = np.int64(columns[CACHED, row])  # type: ignore[assignment]
     stop: int = min(columns[KNOWN, row], columns[COMPUTED, row] // block_size)
     columns[CACHED, row] = stop
     at_once = count > 1 and wanted == 0
-    times, claimed, gone, freed, duplicates = 0, 0, 0, 0, False
+    gone: int = np.int64(0)  # type: ignore[assignment]  # a literal is another type, for `claim`
+    times, claimed, freed, duplicates = 0, 0, 0, False
     while True:
         step, last = done - 1, stop
         if block < stop and not at_once:
@@ -138,7 +140,7 @@ def _cache_row(
             upto += 1
         if upto > claimed:
             fresh = work[NEED_BLOCK, claimed:upto]
-            gone += claim(meta, keys, counts, fresh, removed[gone:])
+            gone = claim(meta, keys, counts, fresh, gone)
             others = append_wanted(
                 tables, columns[BLOCKS], work[NEED_ROW, claimed:upto],
                 work[NEED_STEP, claimed:upto], fresh, work[STEPS_DONE], orphans,
@@ -167,7 +169,7 @@ class OutputProcessor:
 
     def process(self, plan: Plan, ahead: Lookahead, result: Result) -> Effects:
         """Apply a plan's steps, in the order of single steps."""
-        state, rows, work = self._state, self._state.rows, self._state.work
+        state, rows, pool, work = self._state, self._state.rows, self._state.pool, self._state.work
         if state.copying:
             for seq in state.copying[:]:
                 state.free_copy_source(seq)
@@ -178,9 +180,8 @@ class OutputProcessor:
                 steps[finish.entry] = finish.steps
         has_new_hashes = bool(result.full_block_hashes)
         ended_count, full, gone, orphans = _process_steps(
-            plan.rows, plan.counts, plan.samples, steps, result.steps,
-            rows.columns, rows.tables, state.config.block_size, state.pool.arrays,
-            0 if has_new_hashes else ahead.count, work,
+            plan.samples, steps, result.steps, rows.columns, rows.tables, state.config.block_size,
+            pool.meta, pool.hashes, pool.counts, 0 if has_new_hashes else ahead.count, work,
         )  # fmt: skip
         tokens = work[TOKENS, : len(plan.rows)].copy()
         if full or has_new_hashes:
@@ -232,16 +233,14 @@ class OutputProcessor:
     def _cache_one(self, plan: Plan, ahead: Lookahead, done: int, entry: int) -> None:
         """Like `_cache_in_order` for one entry, mostly a chunked prompt."""
         state, rows, pool, work = self._state, self._state.rows, self._state.pool, self._state.work
-        row = plan.rows.item(entry)
-        seq = rows.owner[row]
+        seq = rows.owner[plan.rows.item(entry)]
         assert seq is not None
         times, gone, freed, duplicates = _cache_row(
-            row, plan.starts.item(entry), plan.counts.item(entry), done,
-            rows.columns, rows.tables, state.config.block_size, pool.arrays,
-            ahead.count, seq.hashes, work,
+            entry, done, rows.columns, rows.tables, state.config.block_size, pool.meta,
+            pool.hashes, pool.slots, pool.counts, ahead.count, seq.hashes, work,
         )  # fmt: skip
         seq.duplicates |= duplicates
-        removed, noted = pool.removed[:gone].copy() if gone else pool.removed[:0], 0
+        removed, noted = pool.take_removed(gone), 0
         for first, count, upto in work[MARK_FIRST : MARK_REMOVED + 1, :times].T.tolist():
             state.note_removed(removed[noted:upto])
             state.note_stored(seq.request.id, seq.hashes, first, count)
@@ -300,7 +299,7 @@ class OutputProcessor:
     def _claimed(self, gone: int, orphans: int) -> None:
         state = self._state
         if gone:
-            state.note_removed(state.pool.removed[:gone].copy())
+            state.note_removed(state.pool.take_removed(gone))
         if orphans:
             state.free_blocks(state.work[ORPHAN, :orphans])
 

@@ -46,8 +46,8 @@ from pigou.engine.token_eviction import (
     recompute_by_price,
     write_evictions,
 )
-from pigou.kv.block_pool import FREE, PoolArrays, allocate, peek
-from pigou.request import Ints
+from pigou.kv.block_pool import FREE, allocate, peek
+from pigou.request import BlockHashes, Counts, Ints
 
 #: Result of `_start_decodes` if too few blocks are free.
 TOO_FEW = -1
@@ -128,19 +128,18 @@ def look_ahead(
 
 @bare_kernel_over("engine", "kv")
 def _start_decodes(
-    order: Ints, columns: Ints, tables: Ints, block_size: int, budget: int, pool: PoolArrays,
-    work: Ints,
+    order: Ints, columns: Ints, tables: Ints, block_size: int, budget: int, meta: Ints,
+    keys: BlockHashes, pool_counts: Counts, work: Ints,
 ) -> tuple[int, int]:  # fmt: skip
     """Write decoding rows of `order` to `work`, at most `budget`, and give each its block."""
-    meta, keys, _, counts, removed = pool
     count, grow = find_decodes(
         order, columns, block_size, budget, work[ENTRY_ROW], work[GROWING_ROW]
     )
-    if grow > counts[FREE]:
+    if grow > pool_counts[FREE]:
         return TOO_FEW, grow
     if grow == 0:
         return count, 0
-    gone: int = allocate(meta, keys, counts, work[GROWING_BLOCK, :grow], removed)
+    gone: int = allocate(meta, keys, pool_counts, work[GROWING_BLOCK, :grow])
     append_blocks(tables, columns[BLOCKS], work[GROWING_ROW, :grow], work[GROWING_BLOCK])
     return count, gone
 
@@ -160,14 +159,14 @@ def lay_out(tables: Ints, blocks: Ints, rows: Ints, count: int, work: Ints) -> N
 @bare_kernel_over("engine", "kv")
 def _finish_plan(
     decodes: int, columns: Ints, tables: Ints, block_size: int, max_steps: int, chunks: bool,
-    spare: int, pool: PoolArrays, work: Ints, plan: Ints, samples: NDArray[np.bool_],
+    spare: int, meta: Ints, pool_counts: Counts, work: Ints, plan: Ints,
+    samples: NDArray[np.bool_],
 ) -> tuple[int, int]:  # fmt: skip
     """Write a plan's entries, and reserve blocks for as many unchanged steps as possible.
 
     The first `decodes` entries decode; with `chunks`, a last one may compute equal chunks. Later
     steps may take `spare` free blocks. `plan` is (4, entries). Returns steps and lookahead blocks.
     """
-    meta, _, _, pool_counts, _ = pool
     size = samples.shape[0]
     rows, counts = work[ENTRY_ROW, :size], work[ENTRY_COUNT, :size]
     computed, length, dropped = columns[COMPUTED], columns[LENGTH], columns[DROPPED]
@@ -198,17 +197,19 @@ def _finish_plan(
 @bare_kernel_over("engine", "kv")
 def plan_decodes(
     order: Ints, columns: Ints, tables: Ints, block_size: int, budget: int, max_steps: int,
-    pool: PoolArrays, work: Ints, plan: Ints, samples: NDArray[np.bool_],
+    meta: Ints, keys: BlockHashes, pool_counts: Counts, work: Ints, plan: Ints,
+    samples: NDArray[np.bool_],
 ) -> tuple[int, int, int, int]:  # fmt: skip
     """Fuse `_start_decodes` and `_finish_plan` for batches that only decode, without tiers."""
-    count, gone = _start_decodes(order, columns, tables, block_size, budget, pool, work)
+    count, gone = _start_decodes(
+        order, columns, tables, block_size, budget, meta, keys, pool_counts, work
+    )
     if count == TOO_FEW:
         return count, gone, 0, 0
-    _, _, _, counts, _ = pool
     chunks = count < 0  # never; a literal is another type, and would compile `_finish_plan` again
     repeat, wanted = _finish_plan(
-        count, columns, tables, block_size, max_steps, chunks, counts[FREE], pool, work, plan,
-        samples[:count],
+        count, columns, tables, block_size, max_steps, chunks, pool_counts[FREE], meta,
+        pool_counts, work, plan, samples[:count],
     )  # fmt: skip
     return count, gone, repeat, wanted
 
@@ -268,12 +269,12 @@ class Scheduler:
         count, gone, repeat, needs = plan_decodes(
             order, rows.columns, rows.tables, state.config.block_size,
             state.config.max_batched_tokens, max_steps,
-            pool.arrays, state.work, entries, samples,
+            pool.meta, pool.hashes, pool.counts, state.work, entries, samples,
         )  # fmt: skip
         if count == TOO_FEW:
             return None
         if gone:
-            state.note_removed(pool.removed[:gone].copy())
+            state.note_removed(pool.take_removed(gone))
         if count < size:
             entries, samples = entries[:, :count], samples[:count]
         plan = Plan(
@@ -315,14 +316,14 @@ class Scheduler:
                 runnable = runnable[rows.priority[runnable] < below]
             count, gone = _start_decodes(
                 runnable, rows.columns, rows.tables, state.config.block_size, builder.budget,
-                pool.arrays, state.work,
+                pool.meta, pool.hashes, pool.counts, state.work,
             )  # fmt: skip
             if count != TOO_FEW:
                 break
             if state.scores is None or not evict_for_decodes(state, builder, gone):
                 preempt_last(state, builder)
         if gone:
-            state.note_removed(pool.removed[:gone].copy())
+            state.note_removed(pool.take_removed(gone))
         builder.batch.decode(count)
         builder.decodes = count
         builder.budget -= count
@@ -355,7 +356,7 @@ class Scheduler:
         spare = pool.blocks if state.offload is None else state.offload.deferred.spare
         repeat, needs = _finish_plan(
             builder.decodes, rows.columns, rows.tables, state.config.block_size, max_steps, chunks,
-            spare, pool.arrays, state.work, entries, samples,
+            spare, pool.meta, pool.counts, state.work, entries, samples,
         )  # fmt: skip
         plan = builder.build(entries, samples, repeat, horizon)
         if state.scores is not None:

@@ -1,13 +1,12 @@
 """Pool of device blocks and prefix cache index, and the pool of host blocks for swapped sequences.
 
 Arrays of a pool of n blocks: `meta`, int32 (n + 1, 8), columns below, row n the free queue's
-sentinel; `keys`, uint64 (n, 2), hashes of cached blocks, else (0, 0); `slots`, int32, an open
-addressing hash table with linear probing from hash to block, at most half full; `counts`, int64.
+sentinel; `keys`, uint64 (2 n, 2), hashes of cached blocks, else (0, 0), then the hashes removed by
+a kernel; `slots`, int32, an open addressing hash table with linear probing from hash to block, at
+most half full; `counts`, int64.
 """
 
 from __future__ import annotations
-
-from typing import TypeAlias
 
 import numpy as np
 
@@ -25,8 +24,6 @@ HIGH, LOW = range(2)
 #: (keeps its loads from being optimised away).
 FREE, CACHED, FILLED, PREFETCHED = range(4)
 
-#: `meta`, `keys`, `slots`, `counts`, and `removed` (blocks, 2): hashes removed by kernels.
-PoolArrays: TypeAlias = tuple[Ints, BlockHashes, Ints, Counts, BlockHashes]
 
 _MIX_1 = np.uint64(0x9E3779B97F4A7C15)
 _MIX_2 = np.uint64(0xBF58476D1CE4E5B9)
@@ -90,7 +87,7 @@ def rebuild(keys: BlockHashes, slots: Ints) -> int:
     """Rebuild the table from the cached blocks; return their number."""
     mask, filled = slots.shape[0] - 1, 0
     slots[:] = -1
-    for block in range(keys.shape[0]):
+    for block in range(keys.shape[0] // 2):
         if is_cached(keys, block):
             i = home(keys[block, HIGH], keys[block, LOW], mask)
             while slots[i] >= 0:
@@ -162,17 +159,15 @@ def disown(meta: Ints, block: int) -> None:
 
 
 @inlined
-def uncache(
-    meta: Ints, keys: BlockHashes, counts: Counts, block: int, removed: BlockHashes, done: int
-) -> int:
-    """Remove a cached block after its descendants; append their hashes to `removed`."""
-    at = block
+def uncache(meta: Ints, keys: BlockHashes, counts: Counts, block: int, done: int) -> int:
+    """Remove a cached block after its descendants; append their hashes to the `done` removed."""
+    at, blocks = block, meta.shape[0] - 1
     while True:
         while meta[at, CHILD] >= 0:
             at = meta[at, CHILD]
         parent = meta[at, PARENT]
-        removed[done, HIGH] = keys[at, HIGH]
-        removed[done, LOW] = keys[at, LOW]
+        keys[blocks + done, HIGH] = keys[at, HIGH]
+        keys[blocks + done, LOW] = keys[at, LOW]
         done += 1
         disown(meta, at)
         keys[at, HIGH] = 0
@@ -212,7 +207,7 @@ def take(meta: Ints, counts: Counts, blocks: Ints, out: Ints) -> None:
 
 
 @bare_kernel
-def allocate(meta: Ints, keys: BlockHashes, counts: Counts, out: Ints, removed: BlockHashes) -> int:
+def allocate(meta: Ints, keys: BlockHashes, counts: Counts, out: Ints) -> int:
     """Fill `out` with blocks from the free queue; return the number of removed hashes."""
     done, queue = 0, meta.shape[0] - 1
     block = meta[queue, NEXT]
@@ -220,7 +215,7 @@ def allocate(meta: Ints, keys: BlockHashes, counts: Counts, out: Ints, removed: 
         out[i] = block
         after = meta[block, NEXT]
         if is_cached(keys, block):
-            done = uncache(meta, keys, counts, block, removed, done)
+            done = uncache(meta, keys, counts, block, done)
         meta[block, REFS] = 1
         meta[block, PREV] = -1
         meta[block, NEXT] = -1
@@ -232,14 +227,13 @@ def allocate(meta: Ints, keys: BlockHashes, counts: Counts, out: Ints, removed: 
 
 
 @bare_kernel
-def claim(meta: Ints, keys: BlockHashes, counts: Counts, blocks: Ints, removed: BlockHashes) -> int:
-    """Allocate these free blocks; return the number of removed hashes."""
-    done = 0
+def claim(meta: Ints, keys: BlockHashes, counts: Counts, blocks: Ints, done: int) -> int:
+    """Allocate these free blocks; return the number of removed hashes, `done` earlier ones too."""
     for i in range(blocks.shape[0]):
         block = blocks[i]
         unlink(meta, block)
         if is_cached(keys, block):
-            done = uncache(meta, keys, counts, block, removed, done)
+            done = uncache(meta, keys, counts, block, done)
         meta[block, REFS] = 1
     counts[FREE] -= blocks.shape[0]
     return done
@@ -353,15 +347,14 @@ def release_chain(meta: Ints, counts: Counts, table: Ints) -> int:
 
 @bare_kernel
 def forget(
-    meta: Ints, keys: BlockHashes, counts: Counts, table: Ints, start: int, stop: int,
-    removed: BlockHashes,
-) -> int:  # fmt: skip
+    meta: Ints, keys: BlockHashes, counts: Counts, table: Ints, start: int, stop: int
+) -> int:
     """Remove the hashes of `table[start:stop]` and their descendants; return their number."""
     done = 0
     for i in range(start, stop):
         block = table[i]
         if is_cached(keys, block):
-            done = uncache(meta, keys, counts, block, removed, done)
+            done = uncache(meta, keys, counts, block, done)
     return done
 
 
@@ -485,14 +478,12 @@ class BlockPool:
         ids = np.arange(blocks + 1, dtype=np.int32)
         self.meta[:, PREV] = np.roll(ids, 1)
         self.meta[:, NEXT] = np.roll(ids, -1)
-        self.keys: BlockHashes = np.zeros((blocks, 2), dtype=np.uint64)
+        #: `keys` of the kernels.
+        self.hashes: BlockHashes = np.zeros((2 * blocks, 2), dtype=np.uint64)
+        self.keys, self.removed = self.hashes[:blocks], self.hashes[blocks:]
         size = 1 << (_SLOTS_PER_BLOCK * blocks - 1).bit_length()
         self.slots: Ints = np.full(size, -1, dtype=np.int32)
         self.counts = np.array([blocks, 0, 0, 0], dtype=np.int64)
-        #: Output of kernels: removed hashes, until they are copied.
-        self.removed: BlockHashes = np.zeros((blocks, 2), dtype=np.uint64)
-        #: All arrays, in the order of kernel arguments.
-        self.arrays: PoolArrays = (self.meta, self.keys, self.slots, self.counts, self.removed)
 
     @property
     def free(self) -> int:
@@ -512,8 +503,7 @@ class BlockPool:
     def allocate(self, out: Ints) -> BlockHashes:
         """Fill `out` with the next free blocks; return removed hashes, shape (m, 2)."""
         assert len(out) <= self.counts[FREE], "more blocks than are free"
-        count = allocate(self.meta, self.keys, self.counts, out, self.removed)
-        return self._removed(count)
+        return self.take_removed(allocate(self.meta, self.hashes, self.counts, out))
 
     def peek(self, count: int) -> Ints:
         """Return the next `count` blocks that `allocate` would take."""
@@ -524,15 +514,14 @@ class BlockPool:
 
     def claim(self, blocks: Ints) -> BlockHashes:
         """Allocate these free blocks; return removed hashes, shape (m, 2)."""
-        count = claim(self.meta, self.keys, self.counts, blocks, self.removed)
-        return self._removed(count)
+        return self.take_removed(claim(self.meta, self.hashes, self.counts, blocks, 0))
 
     def forget(self, table: Ints, start: int, stop: int) -> BlockHashes:
         """Remove the hashes of `table[start:stop]`; return all removed hashes, shape (m, 2)."""
-        count = forget(self.meta, self.keys, self.counts, table, start, stop, self.removed)
-        return self._removed(count)
+        return self.take_removed(forget(self.meta, self.hashes, self.counts, table, start, stop))
 
-    def _removed(self, count: int) -> BlockHashes:
+    def take_removed(self, count: int) -> BlockHashes:
+        """Return the first `count` hashes that a kernel removed, shape (count, 2)."""
         return self.removed[:count].copy() if count else self.removed[:0]
 
     def take(self, blocks: Ints, out: Ints) -> None:
@@ -548,7 +537,7 @@ class BlockPool:
         hashes is cached under another block.
         """
         return release(
-            self.meta, self.keys, self.slots, self.counts, table, start, stop, hashes, duplicates
+            self.meta, self.hashes, self.slots, self.counts, table, start, stop, hashes, duplicates
         )
 
     def release_chain(self, table: Ints) -> int:

@@ -47,7 +47,7 @@ class PrefixCache:
             return PrefixMatch(self._blocks[:0], 0)
         pool = self._pool
         count, idle = block_pool.match(
-            pool.meta, pool.keys, pool.slots, hashes, min(limit, pool.blocks), self._blocks
+            pool.meta, pool.hashes, pool.slots, hashes, min(limit, pool.blocks), self._blocks
         )
         return PrefixMatch(self._blocks[:count], idle)
 
@@ -55,7 +55,7 @@ class PrefixCache:
         """True if the block with this key (`pigou.kv.block`) is cached."""
         pool = self._pool
         count, _ = block_pool.match(
-            pool.meta, pool.keys, pool.slots, hashes_of([key]), min(1, pool.blocks), self._block
+            pool.meta, pool.hashes, pool.slots, hashes_of([key]), min(1, pool.blocks), self._block
         )
         return bool(count)
 
@@ -66,11 +66,11 @@ class PrefixCache:
         pool = self._pool
         return NewlyCached(
             *block_pool.cache_full_blocks(
-                pool.meta, pool.keys, pool.slots, pool.counts, table, hashes, start, stop
+                pool.meta, pool.hashes, pool.slots, pool.counts, table, hashes, start, stop
             )
         )
 
     def clear(self) -> None:
         """Remove all hashes; blocks and references stay."""
         pool = self._pool
-        block_pool.clear(pool.meta, pool.keys, pool.slots, pool.counts)
+        block_pool.clear(pool.meta, pool.hashes, pool.slots, pool.counts)
