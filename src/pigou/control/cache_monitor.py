@@ -67,7 +67,7 @@ class CacheMonitor:
         self._new += 1
 
     def tick(
-        self, state: FleetState, index: PrefixIndex, known: Callable[[], Estimates], now: int
+        self, state: FleetState, index: PrefixIndex, estimates: Callable[[int], Estimates], now: int
     ) -> None:
         """Sample evictions and memory every beat, and play the game once in a while."""
         if self._begun < 0:
@@ -86,7 +86,7 @@ class CacheMonitor:
         )
         if self._new and (late or self._new >= PROMPTS):
             self._played, self._new = now, 0
-            self._play(state, index, known(), now)
+            self._play(state, index, estimates(now), now)
 
     def status(self, state: FleetState) -> CacheStatus:
         """Return the current state of the caches."""

@@ -264,20 +264,27 @@ class ControlPlane:
 
     def tick(self, now: int) -> Sequence[Action]:
         """Update estimates, and time out and retry requests; call it several times a second."""
-        self.tracker.tick(now, waiting := len(self.admission.queue))
+        admission = self.admission
+        self.tracker.tick(now, waiting := len(admission.queue))
         self.index.expire(now)
-        self.cache_monitor.tick(self.state, self.index, lambda: self.tracker.estimates(now), now)
-        self._peers.tick(now)
+        self.cache_monitor.tick(self.state, self.index, self.tracker.estimates, now)
+        if self._peers.tenants:
+            self._peers.tick(now)
         if self.tracker.detector.regime is not self._regime:  # an enum's value is slow to read
             self._regime = self.tracker.detector.regime
             self.router.regime = self._regime.value
         if self._tunes:
             self._tune(now)
-        actions: list[Action] = [*self.admission.displaced(), *self._overdue_inside(now)]
+        actions: list[Action] = [*admission.displaced]
+        admission.displaced.clear()
+        if self.state.oldest_arrival <= now - self.config.queue_timeout:
+            actions += self._overdue_inside(now)
         if waiting:
-            actions += self.admission.overdue(now, bool(self.state.workers))
+            actions += admission.overdue(now, bool(self.state.workers))
             actions += self._drain(now)
-        return [*actions, *self._assess(now)]
+        if now - self._assessed >= ASSESSED_EVERY and not self._assessing:
+            actions += self._assess(now)
+        return actions
 
     def assess(self, snapshot: PoASnapshot) -> PoAEstimate | None:
         """Return a snapshot's Price of Anarchy; may run on a thread, one call at a time."""
@@ -323,8 +330,6 @@ class ControlPlane:
         self.router.tune(parameters.temperature, {"overlap_weight": parameters.overlap_weight})
 
     def _assess(self, now: int) -> Sequence[Assess]:
-        if self._assessing or now - self._assessed < ASSESSED_EVERY:
-            return ()
         self._assessed = now
         snapshot = self.tracker.snapshot(now)
         if snapshot is None:
@@ -363,7 +368,7 @@ class ControlPlane:
         return self.admission.capacity.max_streams(self.state, UNLIMITED)
 
     def _overdue_inside(self, now: int) -> list[Shed]:
-        if not np.count_nonzero(self.state.columns.waiting):
+        if not any(self.state.columns.waiting.tolist()):  # quicker than NumPy's for few workers
             return []
         shed = []
         for late, worker in list(overdue(self.state, now - self.config.queue_timeout)):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pigou.control.latency_model.estimates import Estimates, MedianWorker
 from pigou.control.latency_model.model import LatencyModel
 from pigou.control.messages import Choice
-from pigou.control.peers.bookings import BookedTimes, WorkerBookings
+from pigou.control.peers.bookings import BookedTimes, WorkerBookings, next_mean_s
 from pigou.control.prefix_index import PrefixIndex
 from pigou.control.prefix_index.holder_table import ON_DEVICE, ON_HOST, ON_STORAGE, RUN
 from pigou.control.price_of_anarchy import PoAEstimator, PoASnapshot, RequestTimes
@@ -149,7 +149,7 @@ class RequestTracker:
         if routed is None:
             return
         generated = routed.generated
-        self.booked_s.ended("stream", now - routed.routed_at)
+        self.booked_s.stream = next_mean_s(self.booked_s.stream, now - routed.routed_at)
         if generated:
             self.latency_model.outputs.observe(max(1, generated // routed.request.sequences))
             self.poa.ended(_times(routed, now))
@@ -270,7 +270,7 @@ class RequestTracker:
             if worker is not None and rows[worker] != done:
                 self._advance(rows[worker], now)
         if routed.prefill is not None:
-            self.booked_s.ended("prompt", now - routed.routed_at)
+            self.booked_s.prompt = next_mean_s(self.booked_s.prompt, now - routed.routed_at)
         self.state.prefilled(routed, now)
 
     def release(self, request: str, now: int) -> RoutedRequest | None:

@@ -42,6 +42,7 @@ class RoutedRequest(msgspec.Struct, eq=False):
     prefill: str | None  # worker charged with the prompt; None once it is computed
     prefill_worker: str  # remote prefill worker; "" for local prefill
     uncached: int  # prompt tokens to compute
+    arrived_at: int  # arrival, or time of routing if unknown
     routed_at: int  # time of routing
     slots: StreamSlots  # tokens are at index `slot`, -1 after the end
     slot: int = -1
@@ -76,11 +77,6 @@ class RoutedRequest(msgspec.Struct, eq=False):
     def generated(self) -> int:
         """Output tokens so far, as far as they are seen."""
         return self.tokens - self.request.prompt
-
-    @property
-    def arrived_at(self) -> int:
-        """Arrival in nanoseconds, or the time of routing if unknown."""
-        return min(self.request.arrival or self.routed_at, self.routed_at)
 
 
 class StreamSlots:
@@ -368,7 +364,8 @@ class FleetState:
         computes = self.row[choice.prefill or choice.decode]
         routed = RoutedRequest(
             request=request, decode=choice.decode, prefill=choice.prefill or choice.decode,
-            prefill_worker=choice.prefill or "", uncached=uncached, routed_at=now,
+            prefill_worker=choice.prefill or "", uncached=uncached,
+            arrived_at=min(request.arrival or now, now), routed_at=now,
             slots=self.slots, inflight=self.inflight + 1,
             prompts_ahead=self.columns.prefill_requests.item(computes),
             background=priority > 0 and self.workers[computes].overtakes,

@@ -61,8 +61,6 @@ def _waiting_inside(state: FleetState, worker: str) -> list[RoutedRequest]:
 
 def overdue(state: FleetState, before: int) -> Iterator[tuple[RoutedRequest, str]]:
     """Return requests waiting inside workers that arrived by `before` (ns), and their worker."""
-    if state.oldest_arrival > before:  # as on nearly all ticks
-        return
     state.oldest_arrival = min(
         (
             routed.arrived_at

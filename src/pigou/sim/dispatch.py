@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +17,9 @@ from pigou.control.messages import (
     FirstToken,
     Observation,
     PrefillDone,
-    Queue,
     ReadFailed,
     Recall,
     Route,
-    Shed,
 )
 from pigou.control.plane import ControlPlane
 from pigou.control.pull_queue.config import PullQueueConfig
@@ -29,6 +28,7 @@ from pigou.engine.plan import Finished
 from pigou.lifecycle.messages import (
     ClientTimedOut,
     EndRequest,
+    Fact,
     FetchKV,
     KVFetched,
     KVFetchFailed,
@@ -137,16 +137,16 @@ class Dispatcher:
         run.attempts += 1
         run.first_token_ns = run.last_token_ns = run.output_tokens = 0
         run.outcome, run.reason = RunOutcome.PENDING, ""
+        if not self._overhead_ns:
+            self._begin(run, now)
+            return
         number = run.attempts
 
         def arrive(at: int) -> None:
             if run.attempts == number and run.outcome is RunOutcome.PENDING:
                 self._begin(run, at)
 
-        if self._overhead_ns:
-            self._clock.at(now + self._overhead_ns, Phase.SEND, run.number, arrive)
-        else:
-            self._begin(run, now)
+        self._clock.at(now + self._overhead_ns, Phase.SEND, run.number, arrive)
 
     def time_out(self, run: RequestRun, now: int) -> None:
         """The client gives an attempt up; `on_end` is called."""
@@ -194,20 +194,17 @@ class Dispatcher:
     def perform(self, decisions: Iterable[Decision | Action], now: int) -> None:
         """Apply the control plane's decisions."""
         for decision in decisions:
-            if isinstance(decision, Route | Shed | Recall):
-                attempt = self._attempts.get(decision.request)
-                if attempt is not None:
-                    self._decided(attempt, decision, now)
-            elif isinstance(decision, Assess):
+            if isinstance(decision, Assess):
                 self._assess(decision, now)
-            else:
-                assert isinstance(decision, Queue)
+            elif (attempt := self._attempts.get(decision.request)) is not None:
+                self._decided(attempt, decision, now)
 
     def tick(self, now: int) -> None:
         """Tick the control plane, and apply its decisions."""
         if self._lagging and len(self._plane.queue):
             self.catch_up()
-        self.perform(self._plane.tick(now), now)
+        if actions := self._plane.tick(now):
+            self.perform(actions, now)
 
     def cache_changed(self, changed: CacheChanged, now: int) -> None:
         """Tell the control plane of a worker's KV events; it decides nothing upon them."""
@@ -220,7 +217,7 @@ class Dispatcher:
 
     # --- the lifecycle of an attempt ----------------------------------------------------------
 
-    def _decided(self, attempt: Attempt, decision: Route | Shed | Recall, now: int) -> None:
+    def _decided(self, attempt: Attempt, decision: Decision, now: int) -> None:
         run = attempt.run
         if isinstance(decision, Route):
             attempt.priority, attempt.source = decision.priority or 0, NO_SOURCE
@@ -239,28 +236,22 @@ class Dispatcher:
 
     def _perform(self, attempt: Attempt, effects: Effects, now: int) -> None:
         """Apply effects; skip a step that is no longer the next."""
-        lifecycle = attempt.lifecycle
-        for effect in effects:  # `type` is quicker than a match
-            if type(effect) is StopLeg:
-                self._stop(attempt, effect.leg, now)
-            elif type(effect) is EndRequest:
-                self._end(attempt, effect, now)
-            elif type(effect) is StartDecode and effect.leg == lifecycle.leg:
-                self._decode(attempt, effect, now)
-            elif type(effect) is SubmitRequest and effect.leg == lifecycle.leg:
-                self._submit(attempt, effect, now)
-            elif type(effect) is StartPrefill and effect.leg == lifecycle.leg:
-                self._prefill(attempt, effect, now)
-            elif type(effect) is FetchKV and effect.leg == lifecycle.leg:
-                self.kv_fetches.start(attempt, effect, now)
-            elif isinstance(effect, PrefillDone | FirstToken | ReadFailed):
-                self.observe(effect, now)
+        effect: Any
+        for effect in effects:
+            step = _STEPS.get(type(effect))
+            if step is None:
+                _EFFECTS[type(effect)](self, attempt, effect, now)
+            elif effect.leg == attempt.lifecycle.leg:
+                step(self, attempt, effect, now)
+
+    def _report(self, _: Attempt, fact: Fact, now: int) -> None:
+        self.observe(fact, now)
 
     def _submit(self, attempt: Attempt, submit: SubmitRequest, now: int) -> None:
         request = attempt.request = attempt.plane_request(submit.tokens)
         if self._lagging:
             self.catch_up()
-        self.perform((self._plane.submit(request, now, submit.exclude),), now)
+        self._decided(attempt, self._plane.submit(request, now, submit.exclude), now)
 
     # --- legs ---------------------------------------------------------------------------------
 
@@ -283,6 +274,9 @@ class Dispatcher:
             request = attempt.leg_request(rest)
         leg = attempt.leg = Leg(attempt, start.worker, request, start.leg, source)
         self._send_leg(leg, now)
+
+    def _fetch(self, attempt: Attempt, fetch: FetchKV, now: int) -> None:
+        self.kv_fetches.start(attempt, fetch, now)
 
     def _kv_fetched(
         self, attempt: Attempt, fetch: FetchKV, worker: str, hold_id: str, blocks: int, now: int
@@ -310,12 +304,12 @@ class Dispatcher:
         else:
             worker.sim.add(leg, now)
 
-    def _stop(self, attempt: Attempt, number: int, now: int) -> None:
+    def _stop(self, attempt: Attempt, stop: StopLeg, now: int) -> None:
         """Take a leg from its worker; a fetch ends by its number alone."""
         if self.pull is not None:
             self.pull.stop(attempt, now)
         leg = attempt.leg
-        if leg is None or leg.number != number:
+        if leg is None or leg.number != stop.leg:
             return
         attempt.leg = None
         worker = self._workers[leg.worker]
@@ -402,3 +396,21 @@ class Dispatcher:
         if self.pull is not None:
             self.pull.computed(leg, now)
         self.take(attempt, Prefilled(leg.number), now)
+
+
+_Apply = Callable[[Dispatcher, Attempt, Any, int], None]
+#: The method for each effect that is skipped once the lifecycle has moved to another leg.
+_STEPS: dict[type, _Apply] = {
+    SubmitRequest: Dispatcher._submit,
+    FetchKV: Dispatcher._fetch,
+    StartPrefill: Dispatcher._prefill,
+    StartDecode: Dispatcher._decode,
+}
+#: The method for each other effect.
+_EFFECTS: dict[type, _Apply] = {
+    StopLeg: Dispatcher._stop,
+    EndRequest: Dispatcher._end,
+    PrefillDone: Dispatcher._report,
+    FirstToken: Dispatcher._report,
+    ReadFailed: Dispatcher._report,
+}

@@ -10,7 +10,6 @@ import msgspec
 
 from pigou.engine.plan import Finished, Load
 from pigou.lifecycle.messages import RequestOutcome
-from pigou.lifecycle.migration import Continuation
 from pigou.lifecycle.request import RequestLifecycle
 from pigou.request import BlockHashes, KVEvent, Request
 from pigou.sim.workload import RequestSpec
@@ -97,11 +96,10 @@ class Attempt(msgspec.Struct, eq=False):
     def plane_request(self, tokens: int) -> Request:
         """Return the control plane's request, with `tokens` output tokens so far."""
         spec = self.run.spec
-        rest = Continuation.after(tokens, spec.prompt_tokens, spec.output_tokens)
         return Request(
             self.lifecycle.id,
-            rest.prompt_tokens,
-            rest.max_tokens,
+            spec.prompt_tokens + tokens,
+            spec.output_tokens - tokens,
             self.hashes,
             arrival=self.arrival_ns,
             tenant=spec.tenant,

@@ -67,7 +67,7 @@ class AdmissionController:
         self.counts_tokens = getattr(type(order), "served", None) is not QueueOrder.served
         self._timeout = config.queue_timeout
         self._max_per_request = config.max_request_inflight
-        self._displaced: list[Shed] = []
+        self.displaced: list[Shed] = []  # requests displaced since the last tick
         #: the order, where it shares between tenants without bands
         self.fair = order if isinstance(order, Fair) else None
         self.allowance = StreamAllowance()  # this gateway's share of streams
@@ -166,13 +166,8 @@ class AdmissionController:
         displaced = self.queue.displace(waiting)
         reason = "a more urgent request took its place in the full queue"
         for queued in displaced:
-            self._displaced.append(self._shed(queued, Refusal(reason, refusal.tenant), now))
+            self.displaced.append(self._shed(queued, Refusal(reason, refusal.tenant), now))
         return bool(displaced)
-
-    def displaced(self) -> list[Shed]:
-        """Return the refusals of requests displaced since the last call."""
-        shed, self._displaced = self._displaced, []
-        return shed
 
     def may_add(self, own: int, tokens: int, state: FleetState, known: Estimates) -> bool:
         """True if a client's request with `own` sequences in flight may submit another."""

@@ -189,10 +189,11 @@ class BookedTimes(msgspec.Struct):
     prompt: float = 0.0
     stream: float = 0.0
 
-    def ended(self, name: str, nanos: int) -> None:
-        """Record how long one stayed."""
-        before, seconds = getattr(self, name), nanos / SECOND
-        setattr(self, name, before + _BOOKED_KEEP * (seconds - before) if before else seconds)
+
+def next_mean_s(mean_s: float, nanos: int) -> float:
+    """Return the mean seconds booked, with one more that stayed `nanos`."""
+    seconds = nanos / SECOND
+    return mean_s + _BOOKED_KEEP * (seconds - mean_s) if mean_s else seconds
 
 
 class PeerState(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="state"):

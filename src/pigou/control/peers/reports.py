@@ -25,21 +25,21 @@ class PeerReports:
         self, admission: AdmissionController, tracker: RequestTracker, index: PrefixIndex
     ) -> None:
         self._admission, self._tracker, self._index = admission, tracker, index
-        self._tenants: dict[str, dict[str, TenantService]] = {}
+        self.tenants: dict[str, dict[str, TenantService]] = {}  # by gateway
         self._past: deque[tuple[int, int]] = deque()
         self._sent = 0  # prompts of all other gateways
 
     def observe(self, message: PeerReport | PeerGone, now: int) -> None:
         """Apply a report, or a gateway's departure."""
         self._observe(message, now)
-        self.tick(now)
+        if self.tenants:
+            self.tick(now)
+        else:
+            self._admission.allowance.limit = math.inf
 
     def tick(self, now: int) -> None:
-        """Update this gateway's share of streams if there are other gateways."""
-        if not self._tenants:
-            self._admission.allowance.limit = math.inf
-            return
-        others = [s for tenants in self._tenants.values() for s in tenants.values()]
+        """Update this gateway's share of streams; there are other gateways."""
+        others = [s for tenants in self.tenants.values() for s in tenants.values()]
         self._admission.update_allowance(self._tracker.state, others, now)
 
     def _observe(self, message: PeerReport | PeerGone, now: int) -> None:
@@ -47,12 +47,12 @@ class PeerReports:
         if isinstance(message, PeerGone):
             self._tracker.book(gateway, state.peers.forget(gateway), now)
             state.peers.remove(gateway)
-            for service in self._tenants.pop(gateway, {}).values():
+            for service in self.tenants.pop(gateway, {}).values():
                 self._change(service, TenantService(service.tenant), now)
             return
         self._note_lag(message.lag_ns, now)
         self._sent += self._tracker.book(gateway, message.workers, now)
-        tenants = self._tenants.setdefault(gateway, {})
+        tenants = self.tenants.setdefault(gateway, {})
         for service in message.tenants:
             before = tenants.get(service.tenant)
             tenants[service.tenant] = service
@@ -61,7 +61,7 @@ class PeerReports:
             self._change(before, service, now)
         if len(tenants) > MAX_TENANTS:
             active = {name: last for name, last in tenants.items() if last.streams or last.waiting}
-            self._tenants[gateway] = active
+            self.tenants[gateway] = active
         for prompt in message.prompts:
             row = state.row.get(prompt.worker)
             if row is not None and not state.workers[row].events and len(prompt.keys):
