@@ -139,33 +139,30 @@ class ReturningWorkers:
     def __init__(self, queue_timeout: int) -> None:
         self._latest = queue_timeout - min(MARGIN, queue_timeout // 4)
         self._share_time = min(HOLD_SHARES, self._latest)
-        self._away: dict[str, tuple[int, int]] = {}
+        self.expected: dict[str, tuple[int, int]] = {}  # streams at most, and when it went down
         self._until = 0
-
-    def __len__(self) -> int:
-        return len(self._away)
 
     def down(self, worker: str, max_streams: int, now: int) -> None:
         """Record that a worker of `max_streams` (0: none) went down."""
-        self._away[worker] = max_streams, now
+        self.expected[worker] = max_streams, now
 
     def up(self, worker: str, now: int) -> None:
         """Record that a worker is up."""
-        known = self._away.pop(worker, None)
+        known = self.expected.pop(worker, None)
         self._forget(now)
-        if known is not None and self._away:
+        if known is not None and self.expected:
             self._until = now + self._share_time
 
     def away(self, now: int) -> Mapping[str, int]:
         """Return the maximum of streams of each worker expected back, by id."""
         self._forget(now)
-        return {worker: max_streams for worker, (max_streams, _) in self._away.items()}
+        return {worker: max_streams for worker, (max_streams, _) in self.expected.items()}
 
     def shares(
         self, max_streams: NDArray[np.int64], requests: int, since: int, now: int
     ) -> NDArray[np.int64] | None:
         """Return the request limit of each worker, (workers,); None for no limit."""
-        if now >= self._until or not self._away or now - since >= self._latest:
+        if now >= self._until or not self.expected or now - since >= self._latest:
             return None
         expected = sum(self.away(now).values())
         if not expected:
@@ -173,9 +170,9 @@ class ReturningWorkers:
         return _fair_shares(requests, max_streams, expected)
 
     def _forget(self, now: int) -> None:
-        for worker, (_, when) in list(self._away.items()):
+        for worker, (_, when) in list(self.expected.items()):
             if now - when > RETURN_WITHIN:
-                del self._away[worker]
+                del self.expected[worker]
 
 
 class WorkerAssigner:
@@ -203,7 +200,9 @@ class WorkerAssigner:
         if not waiting.returned and self._admission.allowance.spent(own_streams):
             return None  # this gateway has its part of the places
         above = self._admission.above(waiting)
-        streams = self._shared(waiting, capacity.streams(state, above), now)
+        streams = capacity.streams(state, above)
+        if self._returning.expected:
+            streams = self._shared(waiting, streams, now)
         if request.sequences > 1:
             streams = streams & capacity.sequences_fit(request, state)
         open_ = state.open_to(waiting.exclude, request.eligible)
@@ -236,8 +235,6 @@ class WorkerAssigner:
     def _shared(
         self, waiting: QueuedRequest, streams: NDArray[np.bool_], now: int
     ) -> NDArray[np.bool_]:
-        if not self._returning:
-            return streams
         state = self._state
         requests = len(state.requests) + max(1, len(self._admission.queue))
         limits = self._admission.capacity.max_streams(state, UNLIMITED)

@@ -116,7 +116,7 @@ class Plan(msgspec.Struct):
     @property
     def chunk_tokens(self) -> int:
         """Prompt tokens computed per step."""
-        return int(self.counts[self.counts > 1].sum())
+        return sum(count for count in self.counts.tolist() if count > 1)
 
     def __bool__(self) -> bool:
         return len(self.rows) > 0

@@ -70,18 +70,17 @@ class Streams:
         return self._awaiting > 0 and any(self._awaits_first[rows].tolist())
 
     def publish(
-        self, rows: Ints, end_times: Nanos, steps: int, now: int, inclusive: bool, slots: Counts,
-        counts: Counts, size: int,
+        self, rows: Ints, end_times: Nanos, steps: int, now: int, slots: Counts, counts: Counts,
+        size: int,
     ) -> int:  # fmt: skip
         """Write slots and tokens of streams from index `size` on; return the new size.
 
-        `rows` generate a token at each past one of `end_times` (ascending ns), with `inclusive`
-        also now.
+        `rows` generate a token at each of `end_times` (ascending ns) up to now.
         """
         self.unpublished = False
         return publish(
-            rows, end_times, steps, now, inclusive, self._produced, self._published,
-            self._streams, self._slots, slots, counts, size,
+            rows, end_times, steps, now, self._produced, self._published, self._streams,
+            self._slots, slots, counts, size,
         )  # fmt: skip
 
     def count(self, rows: Ints, tokens: Ints, end_times: Nanos, steps: int) -> list[Leg]:
@@ -195,17 +194,17 @@ def count(
 
 @bare_kernel
 def publish(
-    rows: Ints, end_times: Nanos, steps: int, now: int, inclusive: bool, produced: Counts,
-    published: Counts, streams: Flags, row_slots: Counts, slots: Counts, counts: Counts, size: int,
+    rows: Ints, end_times: Nanos, steps: int, now: int, produced: Counts, published: Counts,
+    streams: Flags, row_slots: Counts, slots: Counts, counts: Counts, size: int,
 ) -> int:  # fmt: skip
     """Write unpublished tokens of streams and mark them published; return the new `size`.
 
-    `rows` generated a token at each past one of the first `steps` `end_times`, besides `produced`.
+    `rows` generated a token at each of the first `steps` `end_times` up to now, besides `produced`.
     """
     passed, end = 0, steps
     while passed < end:
         middle = (passed + end) // 2
-        if end_times[middle] < now or (inclusive and end_times[middle] == now):
+        if end_times[middle] <= now:
             passed = middle + 1
         else:
             end = middle

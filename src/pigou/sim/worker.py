@@ -194,14 +194,12 @@ class SimWorker:
 
     def publish_tokens(self, now: int, slots: Counts, counts: Counts, size: int) -> int:
         """Publish the new tokens of streams by now, as `Streams.publish` does."""
-        publish, steps = self._streams.publish, self._end_step
-        if self._plan is not None and steps > 1:
-            inclusive = (_STEP, self.number) < self._clock.position
-            rows, end_times = self._yield_rows, self._end_times
-            return publish(rows, end_times, steps, now, inclusive, slots, counts, size)
-        if not self._streams.unpublished:
-            return size
-        return publish(_NO_ROWS, _NO_TIMES, 0, now, False, slots, counts, size)
+        rows, end_times, steps = self._yield_rows, self._end_times, self._end_step
+        if self._plan is None or steps <= 1:
+            if not self._streams.unpublished:
+                return size
+            rows, end_times, steps = _NO_ROWS, _NO_TIMES, 0
+        return self._streams.publish(rows, end_times, steps, now, slots, counts, size)
 
     def load(self, now: int) -> tuple[int, int, float]:
         """Return running and waiting requests, and the share of blocks in use."""

@@ -180,7 +180,7 @@ class PeerLedger:
 
     def prompts_since(self, row: int, since: int) -> bool:
         """True if a worker had prompts of others at `since` (nanoseconds) or later."""
-        return bool(self._raw[PREFILLS, row] > 0 or self._busy_at[row] >= since > 0)
+        return self._raw.item(PREFILLS, row) > 0 or self._busy_at.item(row) >= since > 0
 
 
 class BookedTimes(msgspec.Struct):
