@@ -12,7 +12,6 @@ from pigou_lab.experiments.fleets import fleet
 from pigou_lab.experiments.oscillation import (
     CONTENDERS,
     constant_load,
-    delayed_integrator,
     distinct_splits,
     lag_limit_s,
     late_reversals,
@@ -29,6 +28,15 @@ def record(at_s: float, prefill: int, decode: int) -> dict[str, Any]:
         return {"starting": 1, "active": count - 1, "draining": 3}
 
     return {"at_s": at_s, "pools": {"prefill": states(prefill), "decode": states(decode)}}
+
+
+def delayed_integrator(gain: float, lag_s: float, seconds: float, step_s: float) -> list[float]:
+    """Return x of x'(t) = -gain x(t - lag_s), x = 1 until 0, in steps of `step_s`."""
+    delay = max(round(lag_s / step_s), 0)
+    values = [1.0] * (delay + 1)
+    for _ in range(round(seconds / step_s)):
+        values.append(values[-1] - gain * step_s * values[-1 - delay])
+    return values[delay:]
 
 
 def test_the_gain_of_price_is_stable_up_to_twice_the_start_up_time() -> None:

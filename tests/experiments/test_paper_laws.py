@@ -3,28 +3,56 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import get_args
 
+import numpy as np
 import pytest
+from scipy.optimize import brentq
 
 from pigou.config import ConfigError
 from pigou_lab.experiments.adaptive import flagged_runs, outlier_effect
 from pigou_lab.experiments.counterfactual import static
 from pigou_lab.experiments.fleets import FLEETS, POOL, READINGS, fleet
 from pigou_lab.experiments.paper import (
+    END_S,
     EXPERIMENT1,
     GAPS,
     GRIDS,
     LEVELS,
     OVERLAP_WEIGHTS,
+    RAMP_S,
     TEMPERATURES,
+    Figures,
     FleetName,
-    completed,
-    response,
-    throughput_itl,
 )
 from pigou_lab.experiments.pareto import variance
 from pigou_lab.experiments.results import log_rmse
+
+
+def completed(users: int, slots: int, seconds: float) -> float:
+    """Return the mean requests per second of a closed loop ramped over `RAMP_S`."""
+    begins = RAMP_S * np.arange(min(users, slots)) / users
+    return float(((END_S - begins) / seconds - 0.5).sum() / END_S)
+
+
+def response(users: int, slots: int, rps: float) -> float:
+    """Return the request seconds at which `completed` gives `rps`."""
+    return float(brentq(lambda seconds: completed(users, slots, seconds) - rps, 0.1, 60.0))
+
+
+def throughput_itl(
+    rows: Mapping[int, Figures], slots: int, first: float, min_users: int = 8
+) -> tuple[float, float]:
+    """Return the ITL (s) that fits the throughput column, and its slope; rows weigh by rate^2."""
+    users = [level for level in rows if level >= min_users]
+    rates = np.array([rows[level].rps or 0.0 for level in users])
+    times = np.array([response(level, slots, rows[level].rps or 0.0) for level in users])
+    itl = (times - first) / GAPS
+    flight = np.minimum(users, slots).astype(np.float64)
+    weight = rates**2
+    slope, _ = np.polyfit(flight, itl, 1, w=np.sqrt(weight))
+    return float(np.average(itl, weights=weight)), float(slope)
 
 
 def test_time_per_token_is_what_the_throughput_column_implies() -> None:

@@ -40,7 +40,7 @@ class Tokenizer:
     templates: dict[str, str]  # chat templates by name; `default` is the usual one
     generation: dict[str, Any]  # contents of `generation_config.json`
     # keeps what clients type in chats from becoming special tokens.
-    control: ControlTokens | None = None
+    control: ControlTokens
 
     @staticmethod
     def load(folder: Path) -> Tokenizer:
@@ -54,16 +54,15 @@ class Tokenizer:
 
     def warm_up(self) -> None:
         """Warm up for the first chat."""
-        if self.control is not None:
-            self.control.warm_up()
+        self.control.warm_up()
 
     def guard(self, value: Any) -> Any:
         """Return a client's JSON value with its special tokens escaped."""
-        return value if self.control is None else self.control.guard(value)
+        return self.control.guard(value)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Return the token ids of a text; `special` adds begin tokens and the like."""
-        if self.control is not None and self.control.mark in text:
+        if self.control.mark in text:
             return self.control.encode(text, special)
         # A batch, because `encode` holds the interpreter's lock; the fast one keeps no offsets,
         # and takes a third of the time on long texts.

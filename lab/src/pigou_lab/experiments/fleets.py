@@ -5,7 +5,7 @@ Every constant names its source. "Ours" means: from no figure of the paper.
 | constant | 340B | 70B | source |
 |---|---|---|---|
 | base | 74 ms | 55 ms | TTFT P99 at C = 1 (Table 4); the 70B's baseline (section 8.2) |
-| ITL, `client-pool` and `fair` | 20.8 ms | 7.15 + 0.0159 n ms | `laws.throughput_itl` of Table 4; a line through C = 32 (16.8/s, Table 8) and the ceiling of 51/s of 1P/5D |
+| ITL, `client-pool` and `fair` | 20.8 ms | 7.15 + 0.0159 n ms | throughput column of Table 4; a line through C = 32 (16.8/s, Table 8) and the ceiling of 51/s of 1P/5D |
 | ITL of 1 or 2 streams | 19.3 ms | - | mean of the ITL column at C = 1, 2, 4 |
 | ITL, `serial-prefill` | 19.0 + 0.026 n ms | as above | ITL at C = 2, and the ceiling of 18.9/s with 100 in flight |
 | prefill, `serial-prefill` | 1/18.9 s | 1/47 s, 1/51 s | the ceilings of sections 8.1 and 8.4 |

@@ -99,15 +99,6 @@ def lag_limit_s(gain: float) -> float:
     return math.pi / 2.0 / gain
 
 
-def delayed_integrator(gain: float, lag_s: float, seconds: float, step_s: float) -> list[float]:
-    """Return x of x'(t) = -gain x(t - lag_s), x = 1 until 0, in steps of `step_s`."""
-    delay = max(round(lag_s / step_s), 0)
-    values = [1.0] * (delay + 1)
-    for _ in range(round(seconds / step_s)):
-        values.append(values[-1] - gain * step_s * values[-1 - delay])
-    return values[delay:]
-
-
 def verdict(rows: Sequence[Row]) -> Mapping[str, Any]:
     """Return the reversals of each planner after settling, by lag, and the bound on the lag."""
     reversals: dict[str, Any] = {

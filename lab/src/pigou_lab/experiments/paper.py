@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-import numpy as np
-from scipy.optimize import brentq
-
 FleetName: TypeAlias = Literal["340b-1p2d", "70b-1p2d", "70b-1p5d"]
 
 
@@ -192,28 +189,3 @@ COUNTERFACTUAL = (0.003, 0.10)
 GAPS = 255
 #: Seconds of Experiment 1: ramp, and ramp with hold.
 RAMP_S, END_S = 30.0, 150.0
-
-
-def completed(users: int, slots: int, seconds: float) -> float:
-    """Return the mean requests per second of a closed loop ramped over `RAMP_S`."""
-    begins = RAMP_S * np.arange(min(users, slots)) / users
-    return float(((END_S - begins) / seconds - 0.5).sum() / END_S)
-
-
-def response(users: int, slots: int, rps: float) -> float:
-    """Return the request seconds at which `completed` gives `rps`."""
-    return float(brentq(lambda seconds: completed(users, slots, seconds) - rps, 0.1, 60.0))
-
-
-def throughput_itl(
-    rows: Mapping[int, Figures], slots: int, first: float, min_users: int = 8
-) -> tuple[float, float]:
-    """Return the ITL (s) that fits the throughput column, and its slope; rows weigh by rate^2."""
-    users = [level for level in rows if level >= min_users]
-    rates = np.array([rows[level].rps or 0.0 for level in users])
-    times = np.array([response(level, slots, rows[level].rps or 0.0) for level in users])
-    itl = (times - first) / GAPS
-    flight = np.minimum(users, slots).astype(np.float64)
-    weight = rates**2
-    slope, _ = np.polyfit(flight, itl, 1, w=np.sqrt(weight))
-    return float(np.average(itl, weights=weight)), float(slope)
