@@ -111,6 +111,7 @@ class Dispatcher:
         self._attempts: dict[str, Attempt] = {}
         self._attempt_of: dict[RequestRun, Attempt] = {}
         self.leases = KVLeases(clock, workers, network, lease_ns)
+        self.wanted = self.leases.transfer
         self.kv_fetches = RemoteKVFetches(
             clock, workers, leg_ns, self._kv_fetched,
             lambda attempt, fetch, now: self.take(attempt, KVFetchFailed(fetch.leg), now),

@@ -27,7 +27,6 @@ from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.control.pull_queue.config import PullQueueConfig
 from pigou.control.routing.policy import RoutingPolicy
 from pigou.cost.cost_meter import CostMeter, MeteredControlPlane
-from pigou.engine.plan import Finished, Load
 from pigou.placement.gang import (
     Gang,
     GangPlaced,
@@ -269,8 +268,9 @@ class SimulatedFleet:
         spec, signals = worker.spec, self._config.signals
         late = signals.event_loss or signals.event_delay_ms  # when events are sent off matters
         worker.sim = SimWorker(
-            worker.number, worker.name, spec.engine, spec.timing, self._clock, self, self.itl,
-            ahead=spec.ahead, stepwise=self._stepwise, lagging=None if late else self._lagging,
+            worker.number, worker.name, spec.engine, spec.timing, self._clock,
+            self.dispatcher, self._publish, self.itl, ahead=spec.ahead,
+            stepwise=self._stepwise, lagging=None if late else self._lagging,
             tiers=spec.make_tiers(), seed=self._seed,
         )  # fmt: skip
         worker.missed_events = []
@@ -341,23 +341,7 @@ class SimulatedFleet:
 
     # --- events of workers --------------------------------------------------------------------
 
-    def refused(self, leg: Leg, error: Exception, now: int) -> None:
-        """A leg was refused."""
-        self.dispatcher.refused(leg, error, now)
-
-    def first_token(self, leg: Leg, now: int) -> None:
-        """A leg generated its first token."""
-        self.dispatcher.first_token(leg, now)
-
-    def finished(self, leg: Leg, finished: Finished, now: int) -> None:
-        """A leg ended by itself."""
-        self.dispatcher.finished(leg, finished, now)
-
-    def wanted(self, leg: Leg, load: Load, now: int) -> None:
-        """A leg asks for blocks of its source; 0 if it has them all."""
-        self.dispatcher.leases.transfer(leg, load, now)
-
-    def cache_changed(self, worker: str, events: tuple[KVEvent, ...], now: int) -> None:
+    def _publish(self, worker: str, events: tuple[KVEvent, ...], now: int) -> None:
         """KV events are published: they arrive late, or get lost, as the signals have it."""
         origin, signals = self._by_name[worker], self._config.signals
         if not origin.info.events:

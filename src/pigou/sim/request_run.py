@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
@@ -152,5 +152,6 @@ class Listener(Protocol):
     def wanted(self, leg: Leg, load: Load, now: int) -> None:
         """A leg asks for blocks of its source; 0 if it has them all."""
 
-    def cache_changed(self, worker: str, events: tuple[KVEvent, ...], now: int) -> None:
-        """KV events are published."""
+
+#: Publishes a worker's KV events, at a time.
+Publish: TypeAlias = Callable[[str, tuple[KVEvent, ...], int], None]

@@ -15,7 +15,7 @@ from pigou.engine.core import EngineCore
 from pigou.engine.plan import Effects, Plan, Result
 from pigou.kv.tiers import Tiers
 from pigou.request import Counts, Ints, KVEvent, Nanos, Request
-from pigou.sim.request_run import Leg, Listener
+from pigou.sim.request_run import Leg, Listener, Publish
 from pigou.sim.streams import ITLHistogram, Streams
 from pigou.sim.tiers import TierLinks
 from pigou.sim.timing import StepKeys, Timing, step_end_times, varies
@@ -63,8 +63,9 @@ class SimWorker:
 
     def __init__(
         self, number: int, name: str, config: EngineConfig, timing: Timing, clock: Clock,
-        listener: Listener, itl: ITLHistogram, *, ahead: bool = False, stepwise: bool = False,
-        lagging: LaggingWorkers | None = None, tiers: Tiers | None = None, seed: int = 0,
+        listener: Listener, publish: Publish, itl: ITLHistogram, *, ahead: bool = False,
+        stepwise: bool = False, lagging: LaggingWorkers | None = None,
+        tiers: Tiers | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         """Start idle; `ahead` plans a step as the one before begins (asynchronous scheduling).
 
@@ -77,7 +78,7 @@ class SimWorker:
         )
         self.timing, self._varies = timing, varies(timing)
         self.steps, self.busy_ns, self.meter = 0, 0, StepMeter()
-        self._clock, self._listener = clock, listener
+        self._clock, self._listener, self._publish = clock, listener, publish
         self._stepwise, self._ahead = stepwise, int(ahead)
         self._lagging = lagging
         self._legs: dict[str, Leg] = {}
@@ -328,7 +329,7 @@ class SimWorker:
             effects.finished or plan.preempted or plan.started or max(plan.counts.tolist()) > 1
         ):
             events, self._events = tuple(self._events), []
-            self._listener.cache_changed(self.name, events, now)
+            self._publish(self.name, events, now)
         for leg in self._streams.count(plan.rows, effects.tokens, self._end_times, steps):
             self._listener.first_token(leg, now)
         for finished in effects.finished:

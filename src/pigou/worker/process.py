@@ -99,14 +99,14 @@ class WorkerServer:
         )
         self.engine.meter, self.engine.gauges.work = parts.meter, parts.work
         self.engine.rest = parts.rest
-        publish = self._events.publish if self._events is not None else _discard
+        publish = self._events.publish if self._events is not None else lambda _: None
         max_in_engine = max(1, core.config.max_seqs // 2)  # leave half to other requests
         self._service = EngineClient(
             self.engine.put, self._metrics, publish, self.engine.gauges, max_in_engine
         )
         key = b"" if secret is None else transfer_key(secret)
         self._intake = InputProcessor(model, config, self._service, parts.grammars, key)
-        self._transfers = self._start_transfers()
+        self.engine.transfers = self._transfers()
         self._tiers = self._start_tiers()
         about = {**self._about(), "rehearsed": parts.rehearsed, "memory": parts.memory_report}
         self._tracer = open_tracer(config.tracing, "pigou-worker")
@@ -190,11 +190,10 @@ class WorkerServer:
             return None
         return EventPublisher(config.kv_events_endpoint, config.kv_replay_endpoint, self._secret)
 
-    def _start_transfers(self) -> KVTransfers | None:
+    def _transfers(self) -> Transfers:
         parts, put = self._parts, self.engine.put
         if self._config.kv_transfer == "none":
-            self.engine.transfers = Transfers(put)
-            return None
+            return Transfers(put)
         # GPU blocks are staged in shared memory; host blocks must already lie in it.
         by_shm = parts.memory is not None or parts.store.as_bytes() is None
         named = self._config.kv_transfer
@@ -212,9 +211,7 @@ class WorkerServer:
             key=key,
         )
         receiver = Receiver(parts.store, limits, self._background, key)
-        transfers = KVTransfers(sender, receiver, put, parts.link)
-        self.engine.transfers = transfers
-        return transfers
+        return KVTransfers(sender, receiver, put, parts.link)
 
     def _start_tiers(self) -> OffloadConnector | None:
         parts = self._parts
@@ -228,17 +225,15 @@ class WorkerServer:
 
     def _about(self) -> dict[str, Any]:
         core, model = self._parts.core.config, self._parts.model
+        limits = (
+            "block_size", "blocks", "max_seqs", "max_batched_tokens", "max_background_tokens",
+            "max_model_len", "max_waiting",
+        )  # fmt: skip
         return {
             "model": model.name,
             "release": model.release,
             "role": self._config.role.value,
-            "block_size": core.block_size,
-            "blocks": core.blocks,
-            "max_seqs": core.max_seqs,
-            "max_batched_tokens": core.max_batched_tokens,
-            "max_background_tokens": core.max_background_tokens,
-            "max_model_len": core.max_model_len,
-            "max_waiting": core.max_waiting,
+            **{name: getattr(core, name) for name in limits},
             "repeat": core.max_repeat,
             "order": core.order,
             "kv_transfer": self._config.kv_transfer,
@@ -280,8 +275,7 @@ class WorkerServer:
         ended = await asyncio.to_thread(self.engine.join, _JOIN)
         if not ended:
             log.error("the engine thread did not end within %s seconds", _JOIN)
-        if self._transfers is not None:
-            await asyncio.to_thread(self._transfers.close)
+        await asyncio.to_thread(self.engine.transfers.close)
         if self._tiers is not None:
             await asyncio.to_thread(self._tiers.close)
         if self._events is not None:
@@ -319,10 +313,6 @@ def run(
         return await WorkerServer(config, parts, secret, registrar, advertise).serve()
 
     return run_async(main())
-
-
-def _discard(_: list[dict[str, Any]]) -> None:
-    """Do nothing."""
 
 
 class Registrar(Protocol):

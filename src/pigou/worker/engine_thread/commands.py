@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from pigou.engine.plan import Finished, Plan, Result
+from pigou.engine.state import EngineStats
 from pigou.kv.block import Block
 from pigou.request import BlockHashes, Request, SamplingParams
 from pigou.runtime.step_output import RankedLogprobs, StepOutput
@@ -138,14 +139,9 @@ class Gauges:
     table_blocks: int = 0
     table_tokens: int = 0
     usage: float = 0.0
-    queries_total: int = 0
-    hits_total: int = 0
-    preemptions_total: int = 0
-    swaps_total: int = 0
+    stats: EngineStats = field(default_factory=EngineStats)
     price: float = 0.0
     missing: int = 0
-    given_total: int = 0
-    revived_total: int = 0
     steps_total: int = 0
     tokens_total: int = 0
     prefill_ns_total: int = 0
@@ -172,22 +168,15 @@ class Gauges:
         self.free, self.usage = core.free_blocks, core.usage
         self.held, self.cached = core.held, core.cached_blocks
 
-    def read(self, core: EngineCore, plan: Plan, added: int, warm_queries: int) -> None:
-        """Read all metrics at a plan's start; `warm_queries` are prefix queries of the warm-up."""
+    def read(self, core: EngineCore, plan: Plan, added: int) -> None:
+        """Read all metrics at a plan's start."""
         self.read_load(core, added)
         rows, used = core.rows, core.rows.length > 0
         self.table_blocks = int(rows.blocks[used].sum())
         self.table_tokens = int((rows.computed - rows.dropped)[used].sum())
         self.table_tokens += plan.tokens * plan.repeat
-        self.queries_total = core.stats.queried_tokens - warm_queries
-        self.hits_total = core.stats.hit_tokens
-        self.preemptions_total, self.swaps_total = core.stats.preemptions, core.stats.swaps
         if core.config.eviction is not None:
             self.price, self.missing = core.price, core.missing_entries
-            self.given_total, self.revived_total = (
-                core.stats.evicted_tokens,
-                core.stats.recomputed_tokens,
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -48,9 +48,6 @@ from pigou.worker.engine_thread.kv_offload import OffloadConnector
 from pigou.worker.kv_transfer.connector import Transfers
 from pigou.worker.kv_transfer.transfer_params import hash_text
 
-if TYPE_CHECKING:
-    pass
-
 log = logging.getLogger(__name__)
 #: Computed prompt chunk: request, begin and end in monotonic nanoseconds, tokens.
 PromptChunk = tuple[str, int, int, int]
@@ -77,9 +74,9 @@ class EngineThread:
         self._left = 0
         self._owner: dict[int, str] = {}
         self._out = Report()
-        self.gauges = Gauges()
+        core.stats.queried_tokens = 0  # of the warm-up
+        self.gauges = Gauges(stats=core.stats)
         self._added = 0
-        self._warm_queries = core.stats.queried_tokens  # queried by the warm-up
         self._step_s = 0.0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -254,7 +251,7 @@ class EngineThread:
                 busy = self._core.running > self._core.loading
                 self.tiers.measure(self._step_s / 2 if busy else 0.0)  # mean delay of commands
         plan = self._core.schedule(now)
-        self.gauges.read(self._core, plan, self._added, self._warm_queries)
+        self.gauges.read(self._core, plan, self._added)
         self._begin(plan, now)
         moves = len(plan.swap_out) or len(plan.copies) or len(plan.swap_in)
         if not (plan or plan.started or moves):

@@ -50,6 +50,9 @@ class Transfers:
     def end_offer(self, request: str) -> None:
         """End an offer; sends a `Release` command if it was still held."""
 
+    def close(self) -> None:
+        """End all transfers."""
+
 
 class KVTransfers(Transfers):
     """Transfers by a Sender and a Receiver."""
