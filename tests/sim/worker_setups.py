@@ -170,8 +170,8 @@ def journal(
     engine = config | {"max_model_len": 100, "headroom": 0} | many | engine
     bench = Bench.__new__(Bench)
     worker = SimWorker(
-        0, "w", EngineConfig(**engine), timing, clock, bench,
-        bench.cache_changed, gaps, ahead=ahead, stepwise=stepwise,
+        0, EngineConfig(**engine), timing, clock, bench,
+        partial(bench.cache_changed, "w"), gaps, ahead=ahead, stepwise=stepwise,
         lagging={},
     )  # fmt: skip
     bench.__init__(worker, clock)  # type: ignore[misc]

@@ -268,8 +268,8 @@ class SimulatedFleet:
         spec, signals = worker.spec, self._config.signals
         late = signals.event_loss or signals.event_delay_ms  # when events are sent off matters
         worker.sim = SimWorker(
-            worker.number, worker.name, spec.engine, spec.timing, self._clock,
-            self.dispatcher, self._publish, self.itl, ahead=spec.ahead,
+            worker.number, spec.engine, spec.timing, self._clock,
+            self.dispatcher, partial(self._publish, worker), self.itl, ahead=spec.ahead,
             stepwise=self._stepwise, lagging=None if late else self._lagging,
             tiers=spec.make_tiers(), seed=self._seed,
         )  # fmt: skip
@@ -341,9 +341,9 @@ class SimulatedFleet:
 
     # --- events of workers --------------------------------------------------------------------
 
-    def _publish(self, worker: str, events: tuple[KVEvent, ...], now: int) -> None:
+    def _publish(self, origin: FleetWorker, events: tuple[KVEvent, ...], now: int) -> None:
         """KV events are published: they arrive late, or get lost, as the signals have it."""
-        origin, signals = self._by_name[worker], self._config.signals
+        signals = self._config.signals
         if not origin.info.events:
             return
         if signals.event_loss and self._rng.random() < signals.event_loss:

@@ -115,7 +115,7 @@ class RemoteKVFetches:
         elif blocks:
             self.count += 1
             self.tokens += blocks * attempt.block_size
-            self._on_fetched(attempt, fetch, sim.name, hold_id, blocks, now)
+            self._on_fetched(attempt, fetch, fetch.read.worker, hold_id, blocks, now)
         else:
             self._fail(attempt, fetch, now)
 

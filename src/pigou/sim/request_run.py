@@ -154,4 +154,4 @@ class Listener(Protocol):
 
 
 #: Publishes a worker's KV events, at a time.
-Publish: TypeAlias = Callable[[str, tuple[KVEvent, ...], int], None]
+Publish: TypeAlias = Callable[[tuple[KVEvent, ...], int], None]

@@ -62,7 +62,7 @@ class SimWorker:
     """
 
     def __init__(
-        self, number: int, name: str, config: EngineConfig, timing: Timing, clock: Clock,
+        self, number: int, config: EngineConfig, timing: Timing, clock: Clock,
         listener: Listener, publish: Publish, itl: ITLHistogram, *, ahead: bool = False,
         stepwise: bool = False, lagging: LaggingWorkers | None = None,
         tiers: Tiers | None = None, seed: int = 0,
@@ -71,7 +71,7 @@ class SimWorker:
 
         `lagging` holds workers with unpublished events; without it prompt chunks are single steps.
         """
-        self.number, self.name = number, name
+        self.number = number
         self.core = EngineCore(config, tiers=tiers)
         self.links = (
             None if tiers is None else TierLinks(self.core, tiers, number, clock, self.call_core)
@@ -329,7 +329,7 @@ class SimWorker:
             effects.finished or plan.preempted or plan.started or max(plan.counts.tolist()) > 1
         ):
             events, self._events = tuple(self._events), []
-            self._publish(self.name, events, now)
+            self._publish(events, now)
         for leg in self._streams.count(plan.rows, effects.tokens, self._end_times, steps):
             self._listener.first_token(leg, now)
         for finished in effects.finished:

@@ -26,7 +26,13 @@ from pigou.worker.config import WorkerConfig
 from pigou.worker.engine_thread.commands import Add
 from pigou.worker.engine_thread.engine_client import EngineClient
 from pigou.worker.http.reply import Reply, ReplyOptions, ReplySequence
-from pigou.worker.http.sequence_output import Explainer, SequenceOutput, TextOptions, ToolStream
+from pigou.worker.http.sequence_output import (
+    Explainer,
+    SequenceOutput,
+    TextOptions,
+    Tools,
+    ToolStream,
+)
 from pigou.worker.http.served_model import ServedModel
 from pigou.worker.http.structured_output_pool import (
     GrammarSource,
@@ -94,11 +100,7 @@ class InputProcessor:
         special = request.add_special_tokens is not False
         prompts = [await self.prompts.prompt(request, source, special) for source in sources]
         echo = [self.prompts.echo(prompt) for prompt in prompts] if request.echo else None
-        if trace is not None:
-            trace.phase("tokenize")
-        shape = await self._shapes.shape(request, count, prompts[0].output, tenant)
-        ticket = await self._ticket(request, prompts[0])
-        inputs = _Inputs(request, shape, ticket, trace)
+        inputs = await self._inputs(request, prompts, tenant, trace)
         return self._begin(inputs, f"cmpl-{request_id}", prompts, echo)
 
     async def chat(
@@ -108,13 +110,19 @@ class InputProcessor:
         """Start a chat completion (see `completion`)."""
         self._check(request)
         tools = self._shapes.tools(request)
-        prompt = await self.prompts.prompt(request, *self.prompts.source(request))
+        prompts = [await self.prompts.prompt(request, *self.prompts.source(request))]
+        inputs = await self._inputs(request, prompts, tenant, trace, tools)
+        return self._begin(inputs, f"chatcmpl-{request_id}", prompts)
+
+    async def _inputs(
+        self, request: GenerationRequest, prompts: list[TokenizedPrompt], tenant: str,
+        trace: RequestTrace | None, tools: Tools | None = None,
+    ) -> _Inputs:  # fmt: skip
         if trace is not None:
             trace.phase("tokenize")
-        shape = await self._shapes.shape(request, request.n or 1, prompt.output, tenant, tools)
-        ticket = await self._ticket(request, prompt)
-        inputs = _Inputs(request, shape, ticket, trace)
-        return self._begin(inputs, f"chatcmpl-{request_id}", [prompt])
+        count, output = len(prompts) * (request.n or 1), prompts[0].output
+        shape = await self._shapes.shape(request, count, output, tenant, tools)
+        return _Inputs(request, shape, await self._ticket(request, prompts[0]), trace)
 
     async def cached(self, request: CompletionRequest | ChatRequest) -> Request:
         """Return the cache identity of a prompt, computing nothing."""
@@ -193,11 +201,9 @@ class InputProcessor:
         if params is None or not offers_blocks(params):
             return None
         tokens, hashes, seed = prompt.tokens, prompt.hashes, self._tenure(request)
-
-        def check() -> TransferParams | None:
-            return checked_transfer_params(params, self._key, tokens, hashes, seed)
-
-        return check() if len(tokens) <= LONG else await self.prompts.off_loop(check)
+        return await self.prompts.compute(
+            len(tokens), lambda: checked_transfer_params(params, self._key, tokens, hashes, seed)
+        )
 
     def _tenure(self, request: GenerationRequest) -> bytes:
         """Return the seed of ticket hashes, with or without caching."""
@@ -369,8 +375,10 @@ class PromptProcessor:
         """Stop the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def off_loop(self, call: Callable[[], _T]) -> _T:
-        """Run `call` on a thread and return its result."""
+    async def compute(self, size: int, call: Callable[[], _T]) -> _T:
+        """Return `call()`, run on a thread if more than `LONG` characters or tokens take part."""
+        if size <= LONG:
+            return call()
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
     # --- text and tokens --------------------------------------------------------------------
@@ -417,17 +425,14 @@ class PromptProcessor:
                 f"what the model's context of {context} tokens could hold at most.",
                 "prompt",
             )
-        if len(text) <= LONG:
-            return self._model.tokenizer.encode(text, special)
-        return await self.off_loop(lambda: self._model.tokenizer.encode(text, special))
+        encode = self._model.tokenizer.encode
+        return await self.compute(len(text), lambda: encode(text, special))
 
     async def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens, control tokens included; raises APIError 400 on a bad id."""
         self._check_vocabulary(tokens, "tokens")
         decode = self._model.tokenizer.decode
-        if len(tokens) <= LONG:
-            return decode(tokens, skip_special=False)
-        return await self.off_loop(lambda: decode(tokens, skip_special=False))
+        return await self.compute(len(tokens), lambda: decode(tokens, skip_special=False))
 
     def echo(self, prompt: TokenizedPrompt) -> str:
         """Return a prompt's text, without resumed tokens."""
@@ -483,9 +488,7 @@ class PromptProcessor:
         seed, size = self.cache_seed(request), self._config.block_size
         if not seed or (echoed and wants_logprobs(request)):
             return no_hashes()
-        if len(tokens) <= LONG:
-            return chain(tokens, size, seed)
-        return await self.off_loop(lambda: chain(tokens, size, seed))
+        return await self.compute(len(tokens), lambda: chain(tokens, size, seed))
 
     def _check_vocabulary(self, tokens: list[int], field: str) -> None:
         size, largest = self._model.limits.vocab_size, max(tokens, default=0)

@@ -128,9 +128,7 @@ class _Stage:
         return True
 
     def _add(self, name: str, prompt: int, max_tokens: int) -> None:
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        self._backend.add(name, [0] * prompt, params, seed=b"", hashes=no_hashes())
-        self._core.add(Request(name, prompt, max_tokens))
+        _submit(self._core, self._backend, name, prompt, max_tokens)
         self._ids.append(name)
 
     def _advance(self, max_steps: int) -> tuple[Plan, int] | None:
@@ -154,19 +152,18 @@ class _Stage:
         return plan, result.steps
 
 
+def _submit(core: EngineCore, backend: Backend, name: str, prompt: int, max_tokens: int) -> None:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    backend.add(name, [0] * prompt, params, seed=b"", hashes=no_hashes())
+    core.add(Request(name, prompt, max_tokens))
+
+
 def warm_backend(core: EngineCore, backend: Backend) -> None:
     """Compute a short request on the real core, leaving nothing in its cache."""
     room = min(core.config.max_model_len, core.config.blocks * core.config.block_size)
     if room <= _OUTPUT + 1:
         return
-    tokens = [0] * min(_TOKENS, room - _OUTPUT)
-    params = SamplingParams(max_tokens=_OUTPUT, temperature=0.0, ignore_eos=True)
-    backend.add(_ID, tokens, params, seed=b"", hashes=no_hashes())
-    core.add(Request(_ID, len(tokens), _OUTPUT))
-    _run(core, backend)
-
-
-def _run(core: EngineCore, backend: Backend) -> None:
+    _submit(core, backend, _ID, min(_TOKENS, room - _OUTPUT), _OUTPUT)
     while core.running or core.waiting:
         plan = core.schedule(time.monotonic_ns())
         for finished in core.apply(plan, backend.execute(plan)).finished:
