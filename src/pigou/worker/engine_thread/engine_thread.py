@@ -74,7 +74,7 @@ class EngineThread:
         self._left = 0
         self._owner: dict[int, str] = {}
         self._out = Report()
-        core.stats.queried_tokens = 0  # of the warm-up
+        core.stats.queried_tokens = 0  # tokens of the warm-up do not count
         self.gauges = Gauges(stats=core.stats)
         self._added = 0
         self._step_s = 0.0
