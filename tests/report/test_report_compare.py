@@ -12,8 +12,9 @@ from pages import Read
 from runs import made
 
 from pigou.cli import main
+from pigou.config import ConfigError
 from pigou.report import comparison_page
-from pigou.report.page import ReportError, as_record, html, load
+from pigou.report.page import as_record, html, load
 from pigou.report.run_record import RunRecord
 from pigou_lab.experiments import page as experiment_page
 
@@ -200,5 +201,5 @@ def test_rows_that_cannot_be_drawn_are_refused(
 def test_a_record_of_another_version_is_refused(runs: tuple[RunRecord, RunRecord]) -> None:
     document = msgspec.to_builtins(runs[0])
     document["more"] = 1
-    with pytest.raises(ReportError, match="another version"):
+    with pytest.raises(ConfigError, match="another version"):
         as_record("it", document)

@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from pigou.cli.progress import WorkProgress
-from pigou.config import RunError
+from pigou.config import ConfigError, RunError
 from pigou.imports import require
 from pigou.registry import named
 
@@ -45,7 +45,7 @@ def publish(page: Page, folder: Path, data: Any = None) -> None:
     """Write a report, and say where it is; a bar is shown on a terminal.
 
     Raises:
-        ReportError: a file cannot be written.
+        ConfigError: a file cannot be written.
     """
     from pigou.report.page import write
 
@@ -59,14 +59,14 @@ def publish(page: Page, folder: Path, data: Any = None) -> None:
 
 def _page(paths: Sequence[str]) -> Page:
     from pigou.report import comparison_page
-    from pigou.report.page import ReportError, as_record, load
+    from pigou.report.page import as_record, load
 
     labels, names = zip(*(_labelled(entry) for entry in paths), strict=True)
     documents = [load(name) for name in names]
     rows = [isinstance(entry, dict) and isinstance(entry.get("rows"), list) for entry in documents]
     if any(rows):
         if len(documents) > 1:
-            raise ReportError(
+            raise ConfigError(
                 f"{names[rows.index(True)]} is an experiment; give it alone, or give runs only"
             )
         draw = named("pigou.report", "experiment", "report")
@@ -79,10 +79,9 @@ def _page(paths: Sequence[str]) -> Page:
 
 def _single_run_page(name: str, run: RunRecord) -> Page:
     from pigou.report import run_page
-    from pigou.report.page import ReportError
 
     if not run.curves:
-        raise ReportError(
+        raise ConfigError(
             f"{name} has figures only; give the folder of `pigou simulate --report`, or two runs "
             "or more"
         )
@@ -125,7 +124,6 @@ class Reporter:
         groups: Mapping[str, Any],
     ) -> None:  # fmt: skip
         """Write the page, its pictures and its data."""
-        from pigou.report.page import ReportError
         from pigou.report.run_page import page
         from pigou.report.run_record import record
 
@@ -133,7 +131,7 @@ class Reporter:
         run = record(result, self._timeline, document, title, config)
         try:
             publish(page(run), self._folder, run)
-        except ReportError as error:
+        except ConfigError as error:
             raise RunError(str(error)) from None
 
 

@@ -6,7 +6,7 @@ from pigou.diagnosis.mode import FailureMode
 
 #: Label of requests for work: probes and pages are counted beside them.
 _WORK = 'route=~"/v1/completions|/v1/chat/completions|other"'
-_MEMORY = (
+_MODES = (
     FailureMode(
         number=1, name="out of memory",
         symptom="A worker dies, and its streams migrate or break.",
@@ -90,9 +90,6 @@ _MEMORY = (
         alert="rate(pigou_tier_restored_blocks_total[5m]) > 0 and pigou_tier_queued_blocks > 1000",
         alert_for="5m",
     ),
-)  # fmt: skip
-
-_TRAFFIC = (
     FailureMode(
         number=4, name="prefix-miss storm",
         symptom="TTFT of all rises at once; requests a second do not.",
@@ -192,9 +189,6 @@ _TRAFFIC = (
         "deriv(sum(pigou_requests_queued)[2m:10s]) > 0 and "
         "sum(rate(pigou_requests_shed_total[2m])) == 0",
     ),
-)  # fmt: skip
-
-_LATENCY = (
     FailureMode(
         number=6, name="queue build-up",
         symptom="TTFT climbs without end.",
@@ -303,6 +297,5 @@ _LATENCY = (
 
 #: All of them, by number.
 MODES: dict[int, FailureMode] = {
-    mode.number: mode
-    for mode in sorted((*_MEMORY, *_TRAFFIC, *_LATENCY), key=lambda mode: mode.number)
+    mode.number: mode for mode in sorted(_MODES, key=lambda mode: mode.number)
 }

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pigou.config import ConfigError
 from pigou.report.figure import LINES, STROKES, Axis, Chart, ChartLine, Stroke, Unit, duration
-from pigou.report.page import Cell, Form, Page, ReportError, ReportTable, Section, of_runs
+from pigou.report.page import Cell, Form, Page, ReportTable, Section, of_runs
 from pigou.report.run_figures import FIGURES, LATENCIES, REGIMES, TIME
 from pigou.report.run_page import COUNTS, flat, notices, said
 from pigou.report.run_record import Attainment, Distribution, RunRecord
@@ -30,12 +31,12 @@ def page(runs: Sequence[RunRecord], labels: Sequence[str]) -> Page:
     """Return the page that compares runs.
 
     Raises:
-        ReportError: there are too few or too many, or labels are not all different.
+        ConfigError: there are too few or too many, or labels are not all different.
     """
     if not 2 <= len(runs) <= MAX_RUNS:
-        raise ReportError(f"{len(runs)} runs; give 2 to {MAX_RUNS}")
+        raise ConfigError(f"{len(runs)} runs; give 2 to {MAX_RUNS}")
     if len(set(labels)) != len(runs):
-        raise ReportError(f"labels are {list(labels)}; they must be different, one a run")
+        raise ConfigError(f"labels are {list(labels)}; they must be different, one a run")
     notes = [f"{label}: {notice}" for run, label in zip(runs, labels, strict=True)
              for notice in notices(run)]  # fmt: skip
     without_curves = [label for run, label in zip(runs, labels, strict=True) if not run.curves]

@@ -59,13 +59,19 @@ class ChartLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Chart:
-    """Lines over one axis."""
+class Plot:
+    """What every figure has."""
 
     id: str  # unique on its page, and the name of the picture
     title: str
     note: str
     x: Axis
+
+
+@dataclass(frozen=True, slots=True)
+class Chart(Plot):
+    """Lines over one axis."""
+
     y: Axis
     lines: tuple[ChartLine, ...]
 
@@ -76,13 +82,9 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
-class Bars:
+class Bars(Plot):
     """Stacked bars, one a row, from left to right."""
 
-    id: str  # unique on its page, and the name of the picture
-    title: str
-    note: str
-    x: Axis
     rows: tuple[str, ...]  # names, from top to bottom
     parts: tuple[tuple[str, Values], ...]  # (name, lengths by row), stacked in this order
 
@@ -93,13 +95,9 @@ class Bars:
 
 
 @dataclass(frozen=True, slots=True)
-class Heat:
+class Heat(Plot):
     """A map of many rows over time."""
 
-    id: str  # unique on its page, and the name of the picture
-    title: str
-    note: str
-    x: Axis
     xs: Values  # values of the columns
     rows: tuple[str, ...]  # names, from top to bottom
     z: tuple[Values, ...]  # values shown by colour, (rows, columns)

@@ -433,21 +433,17 @@ def _text(name: str) -> str:
     return files("pigou.report").joinpath(name).read_text(encoding="utf-8")
 
 
-class ReportError(ConfigError):
-    """A report cannot be made, or read; the message says why, and what to do."""
-
-
 def prepare(folder: str | Path, option: str = "--report") -> Path:
     """Make the folder of a report, before there is anything to put there.
 
     Raises:
-        ReportError: it cannot be made, or is a file.
+        ConfigError: it cannot be made, or is a file.
     """
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ReportError(
+        raise ConfigError(
             f"{option} is {str(folder)!r}, which cannot be made a folder: {error}; name another"
         ) from error
     return path
@@ -465,7 +461,7 @@ def write(
         on_file: called with the name of a file before it is made.
 
     Raises:
-        ReportError: a file cannot be written.
+        ConfigError: a file cannot be written.
     """
     from pigou.report.figure_png import png  # matplotlib takes half a second to import
 
@@ -483,7 +479,7 @@ def write(
                 on_file(written[-1].name)
                 png(figure, written[-1])
     except OSError as error:
-        raise ReportError(f"the report cannot be written: {error}") from error
+        raise ConfigError(f"the report cannot be written: {error}") from error
     return written
 
 
@@ -501,13 +497,13 @@ def load(name: str) -> Any:
     """Read a report or a JSON file: a run's record, its figures, or levels' rows.
 
     Raises:
-        ReportError: there is no such thing, or it is not JSON.
+        ConfigError: there is no such thing, or it is not JSON.
     """
     path = Path(name)
     if path.is_dir():
         paths = [path / file for file in (DATA, "results.json") if (path / file).is_file()]
         if not paths:
-            raise ReportError(
+            raise ConfigError(
                 f"{name} has neither report.json nor results.json; name a folder that "
                 "`pigou simulate --report` or `pigou experiment --out` wrote"
             )
@@ -515,23 +511,23 @@ def load(name: str) -> Any:
     try:
         return msgspec.json.decode(read_bytes(path, _MAX_PAGE))
     except OSError as error:
-        raise ReportError(f"{name} cannot be read: {error}") from error
+        raise ConfigError(f"{name} cannot be read: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ReportError(f"{path} is not JSON: {error}; name what pigou wrote") from error
+        raise ConfigError(f"{path} is not JSON: {error}; name what pigou wrote") from error
 
 
 def as_record(name: str, document: Any) -> RunRecord:
     """Convert a loaded document to a run.
 
     Raises:
-        ReportError: it is no run.
+        ConfigError: it is no run.
     """
     if isinstance(document, dict) and document.get("kind") == "pigou simulation":
         try:
             return msgspec.convert(document, RunRecord)
         except msgspec.ValidationError as error:
             by = document.get("pigou")
-            raise ReportError(
+            raise ConfigError(
                 f"{name} is damaged, or of another version: it was written by Pigou {by}, and is "
                 f"read by {__version__}: {error}; make it again"
             ) from error
@@ -544,6 +540,6 @@ def as_record(name: str, document: Any) -> RunRecord:
             pigou="", title=Path(name).stem, config={}, figures=document, outcomes=[], curves={},
             attainment=None, stages=[], load=[], course=None, samples=None,
         )  # fmt: skip
-    raise ReportError(
+    raise ConfigError(
         f"{name} is neither a report nor figures of `pigou simulate --json`; name one of these"
     )

@@ -82,18 +82,9 @@ class RequestTrace:
         self.mark_ns = end_ns = max(end_ns or time.monotonic_ns(), start_ns)
         events = self._take_events() if self._events else ()
         self.collected.append(
-            (
-                name,
-                INTERNAL,
-                new_span_id(),
-                self.span_id,
-                start_ns,
-                end_ns,
-                attributes,
-                events,
-                error,
-            )
-        )
+            (name, INTERNAL, new_span_id(), self.span_id, start_ns, end_ns, attributes, events,
+             error)
+        )  # fmt: skip
 
     def begin_leg(self) -> None:
         """Begin a server call; until its end `outgoing` has its headers."""
