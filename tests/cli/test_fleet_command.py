@@ -14,7 +14,8 @@ from pigou.cli import build
 
 
 def fleet(*arguments: str) -> Result:
-    return CliRunner().invoke(build(["fleet", "version"]), ["fleet", *arguments])
+    wide = {"COLUMNS": "200"}  # notes of kernels that are compiled take room from other columns
+    return CliRunner().invoke(build(["fleet", "version"]), ["fleet", *arguments], env=wide)
 
 
 async def test_workers_are_listed_added_flipped_and_removed() -> None:

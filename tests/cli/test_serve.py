@@ -37,7 +37,7 @@ from pigou.request import Role
         (["--port", "70000"], "--port is 70000"),
         (["--softmax", "x"], "--softmax is 'x'; give one of: raw, min-max"),
         (["--hang-timeout", "-1"], "--hang-timeout is -1.0; it must be at least 0"),
-        (["--drain", "nan"], "--drain is nan; it must be at least 0"),
+        (["--drain", "nan"], "--drain is nan; it must be finite, at least 0"),
         (["--prefill-ahead", "-1"], "--prefill-ahead is -1; it must be at least 0"),
         (["--queue-timeout", "-1"], "--queue-timeout is -1.0; it must be finite, at least 0"),
         (["--queue-timeout", "nan"], "--queue-timeout is nan; it must be finite"),

@@ -113,7 +113,7 @@ def test_a_known_law_is_recovered(start: Start, tmp_path: Path) -> None:
     [
         (["http://127.0.0.1:9", "--out", "x.json"], "does not answer", 1),
         (["http://127.0.0.1:9", "--out", "x.csv"], "name a .json file", 2),
-        (["127.0.0.1:9"], "write for example http://127.0.0.1:8100", 2),
+        (["127.0.0.1:9"], "write for example http://127.0.0.1:8000", 2),
         (["http://127.0.0.1:9", "--repeats", "0"], "--repeats is 0", 2),
     ],
     ids=lambda value: str(value)[:30],
