@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TextIO
 
 import msgspec
 
-from pigou.config_option import option
+from pigou.config import option
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]

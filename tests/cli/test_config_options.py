@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from pigou.cli import build
 from pigou.cli.config_options import Override, config_options, configured, in_flags
-from pigou.config import ConfigError, ControlConfig
-from pigou.config_option import Option, option
+from pigou.config import ConfigError, ControlConfig, Option, option
 from pigou.fleet.config import WatchConfig, WorkersConfig
 from pigou.gateway.config import GatewayConfig
 from pigou.logs import LogConfig

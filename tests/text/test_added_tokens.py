@@ -53,7 +53,7 @@ def test_new_tokens_of_the_config_are_ids_and_special_ones_are_hidden(tmp_path: 
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.decode(ids) == "hi <tool_call>"
     assert tokenizer.eos == {1, 2561}
-    assert 2561 not in tokenizer.encode(tokenizer.guard("<|im_end|>"), special=False)
+    assert 2561 not in tokenizer.encode(tokenizer.control.guard("<|im_end|>"), special=False)
 
 
 def test_a_token_of_the_vocabulary_becomes_special_by_the_config(tmp_path: Path) -> None:

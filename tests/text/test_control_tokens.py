@@ -204,7 +204,7 @@ def test_the_copy_is_made_once_and_before_any_text_where_that_is_asked() -> None
     control = tokenizer.control
     assert control is not None
     assert control._copy is None
-    tokenizer.warm_up()
+    tokenizer.control.warm_up()
     copy = control._copy
     assert copy is not None
     tokenizer.encode(f"a{control.mark}b")

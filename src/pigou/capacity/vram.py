@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds
-from pigou.config_option import option
+from pigou.config import ConfigError, check_bounds, option
 from pigou.models.architecture import Architecture
 from pigou.sim.gpus import GIB, SAMPLER_BYTES, Gpu, layer_bytes
 

@@ -1,6 +1,6 @@
 """Options of a command, made from its configuration classes.
 
-A field that is annotated with `pigou.config_option.option` is an option of every command that
+A field that is annotated with `pigou.config.option` is an option of every command that
 takes its class. The field gives name, type, default, help and group; the file of `--config` and
 the variable `PIGOU_COMMAND_OPTION` follow from the name.
 """
@@ -32,8 +32,7 @@ from pigou.cli.option_values import (
     numbers,
     parse_size,
 )
-from pigou.config import ConfigError, RunError, check_all, wrong
-from pigou.config_option import OTHER_OPTIONS, Option, option_of
+from pigou.config import OTHER_OPTIONS, ConfigError, Option, RunError, check_all, option_of, wrong
 from pigou.kv.tier_config import TierOption, split_tier
 from pigou.request import SECOND
 from pigou.small_file import load_yaml, read_bytes

@@ -18,8 +18,7 @@ from rich.table import Table
 
 from pigou.cli.option_values import check_json, write_json
 from pigou.cli.progress import WorkProgress
-from pigou.config import ConfigError, check_bounds
-from pigou.config_option import option
+from pigou.config import ConfigError, check_bounds, option
 from pigou.sim.setup import TierConfig
 
 if TYPE_CHECKING:

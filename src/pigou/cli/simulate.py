@@ -14,8 +14,7 @@ from rich.table import Table
 from pigou.cli.config_options import Override, field_flags, read_struct
 from pigou.cli.option_values import check_json, write_json
 from pigou.cli.progress import WorkProgress, wide_console
-from pigou.config import ConfigError, ControlConfig
-from pigou.config_option import Option
+from pigou.config import ConfigError, ControlConfig, Option
 from pigou.imports import require
 from pigou.request import SECOND, Role
 from pigou.sim.fleet_config import GatewaysConfig, ScalingConfig

@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds, is_http_url
-from pigou.config_option import option
+from pigou.config import ConfigError, check_bounds, is_http_url, option
 from pigou.gateway.config import Overflow
 from pigou.placement.gang import Pack
 from pigou.placement.topology import TopologyLevel

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds
-from pigou.config_option import option
+from pigou.config import ConfigError, check_bounds, option
 from pigou.tracing.config import TracingConfig
 from pigou.wire.names import is_loopback
 from pigou.wire.openai_requests import MODES

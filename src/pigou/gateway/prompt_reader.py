@@ -118,8 +118,8 @@ class PromptTokenizer:
             if stock:  # it reads special tokens wherever they stand
                 messages = [_parsed(message) for message in messages]
             elif not self.allow_special_tokens:
-                messages = self.tokenizer.guard(messages)
-                variables = self.tokenizer.guard(variables)
+                messages = self.tokenizer.control.guard(messages)
+                variables = self.tokenizer.control.guard(variables)
             return self.template.render(
                 messages,
                 add_generation_prompt=fields.add_generation_prompt is not False,
@@ -197,7 +197,7 @@ class PromptReader:
         if tokenizer is not None:
             tokenizer.allow_special_tokens = self._special
             if not self._special:
-                tokenizer.tokenizer.warm_up()
+                tokenizer.tokenizer.control.warm_up()
         return tokenizer
 
     def close(self) -> None:

@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds, wrong
-from pigou.config_option import option
+from pigou.config import ConfigError, check_bounds, option, wrong
 from pigou.control.planner.config import PlannerConfig, RequestClassConfig, check_wait
 from pigou.placement.gang import Pack
 from pigou.placement.topology import Distance, DistanceCosts, Node

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds
-from pigou.config_option import option
+from pigou.config import ConfigError, check_bounds, option
 from pigou.kv.tier_config import TierOption
 
 _Number = TypeVar("_Number", int, float)

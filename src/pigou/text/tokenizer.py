@@ -52,14 +52,6 @@ class Tokenizer:
         except (OSError, ValueError) as error:
             raise TokenizerError(str(error)) from None
 
-    def warm_up(self) -> None:
-        """Warm up for the first chat."""
-        self.control.warm_up()
-
-    def guard(self, value: Any) -> Any:
-        """Return a client's JSON value with its special tokens escaped."""
-        return self.control.guard(value)
-
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Return the token ids of a text; `special` adds begin tokens and the like."""
         if self.control.mark in text:

@@ -11,8 +11,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 import msgspec
 
 from pigou import __version__
-from pigou.config import ConfigError, check_bounds, is_http_url
-from pigou.config_option import option
+from pigou.config import ConfigError, check_bounds, is_http_url, option
 
 #: Endpoint that exports nothing: traces are for `GET /traces` alone.
 MEMORY = "memory"

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from pigou.config import ConfigError, EvictionConfig, QueueOrder, check_bounds
-from pigou.config_option import option
+from pigou.config import ConfigError, EvictionConfig, QueueOrder, check_bounds, option
 from pigou.kv.tier_config import HOST, TierOption, check_names
 from pigou.logs import AccessLogOption, LogFormatOption, LogLevelOption
 from pigou.placement.topology import read_location

@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds, is_http_url
-from pigou.config_option import option
+from pigou.config import ConfigError, check_bounds, is_http_url, option
 from pigou.objectives import Slo
 
 if TYPE_CHECKING:

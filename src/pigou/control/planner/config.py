@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds
-from pigou.config_option import option
+from pigou.config import ConfigError, check_bounds, option
 from pigou.objectives import Objectives, Slo, WorkloadClass, latency_s
 
 #: Name for a fleet without a planner.

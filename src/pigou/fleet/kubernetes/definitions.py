@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from pigou.config import ConfigError
-from pigou.config_option import option
+from pigou.config import ConfigError, option
 from pigou.fleet.kubernetes.fleet_spec import FleetSpec, PoolScale
 from pigou.logs import LogFormatOption, LogLevelOption
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 import msgspec
 
-from pigou.config import ConfigError
-from pigou.config_option import option
+from pigou.config import ConfigError, option
 from pigou.fleet.nats_connection import NatsAddress, connect_nats
 from pigou.imports import require
 

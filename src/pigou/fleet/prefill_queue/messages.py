@@ -8,8 +8,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
 
-from pigou.config import ConfigError, wrong
-from pigou.config_option import option
+from pigou.config import ConfigError, option, wrong
 from pigou.fleet.nats_connection import NatsAddress, TlsFiles, public_address
 from pigou.imports import require
 from pigou.wire.fleet_secret import FleetSecret

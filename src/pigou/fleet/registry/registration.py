@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pigou.background import Background, wait_for
-from pigou.config import ConfigError
-from pigou.config_option import option
+from pigou.config import ConfigError, option
 from pigou.fleet.nats_connection import ReconnectBackoff
 from pigou.fleet.registry.entry import KVShape, Topology, WorkerEntry
 from pigou.fleet.registry.registry import EntryConflict, LeaseLost, Registry, open_registry

@@ -202,7 +202,7 @@ def build_warm(config: WorkerConfig) -> WorkerParts:
         warm_backend(parts.core, parts.backend)
         parts.grammars.warm_up()
         if not config.allow_special_tokens:
-            parts.model.tokenizer.warm_up()
+            parts.model.tokenizer.control.warm_up()
         if config.kv_transfer != "none":
             checksum.warm_up()
     return parts

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pigou.config import ConfigError, check_bounds
-from pigou.config_option import option
+from pigou.config import ConfigError, check_bounds, option
 from pigou.workload.bench_config import EndpointConfig
 
 
