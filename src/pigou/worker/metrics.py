@@ -235,10 +235,6 @@ class WorkerMetrics(MetricSet):
         """Seconds of steps with prompt chunks."""
         return self.gauges.prefill_ns_total / SECOND
 
-    def figures(self, gauges: Gauges, waiting: int) -> None:
-        """Update from the engine's gauges and the number of waiting sequences."""
-        self.gauges, self.waiting = gauges, waiting
-
     def step(self, tokens: int) -> None:
         """Count a step of `tokens` tokens."""
         self._histogram["iteration_tokens_total"].observe(tokens)
@@ -265,10 +261,6 @@ class WorkerMetrics(MetricSet):
             sequence.first = now
             self._observe("time_to_first_token_seconds", now - sequence.arrival)
         sequence.last = now
-
-    def tokens(self, count: int) -> None:
-        """Count sampled tokens."""
-        self.generated_tokens += count
 
     def finished(
         self, sequence: ReplySequence, finished: Finished, reason: str, limit: int

@@ -99,11 +99,10 @@ class WorkerServer:
         )
         self.engine.meter, self.engine.gauges.work = parts.meter, parts.work
         self.engine.rest = parts.rest
+        self._metrics.gauges = self.engine.gauges
         publish = self._events.publish if self._events is not None else lambda _: None
         max_in_engine = max(1, core.config.max_seqs // 2)  # leave half to other requests
-        self._service = EngineClient(
-            self.engine.put, self._metrics, publish, self.engine.gauges, max_in_engine
-        )
+        self._service = EngineClient(self.engine.put, self._metrics, publish, max_in_engine)
         key = b"" if secret is None else transfer_key(secret)
         self._intake = InputProcessor(model, config, self._service, parts.grammars, key)
         self.engine.transfers = self._transfers()

@@ -143,8 +143,7 @@ class BucketStore:
             self._run("read", [partial(download, i) for i in range(len(keys))])
         finally:
             with self._lock:
-                self.counts.hits += int(np.count_nonzero(good))
-                self.counts.misses += int(np.count_nonzero(~good))
+                self.counts.count_reads(good)
         if bad:
             log.warning("%s: %d objects are misses, as %s", self.location.url, len(bad), bad[0])
         return good

@@ -141,8 +141,7 @@ class DiskStore:
                 good[index[alive]] = right & (held.keys == keys[index]).all(axis=1)[alive]
             bad = np.flatnonzero((addresses >= 0) & ~good & ~void)
         with self._lock:
-            self.counts.hits += int(np.count_nonzero(good))
-            self.counts.misses += int(np.count_nonzero(~good))
+            self.counts.count_reads(good)
             self.counts.corrupt += len(bad)
             self.counts.expired += int(np.count_nonzero(void))
         if len(bad):

@@ -150,8 +150,7 @@ class HostStore:
         good: Bools = alive & (copied == self._sums[rows])
         altered = int(np.count_nonzero(alive & ~good))
         with self._lock:
-            self.counts.hits += int(np.count_nonzero(good))
-            self.counts.misses += int(np.count_nonzero(~good))
+            self.counts.count_reads(good)
             self.counts.corrupt += altered
             self.counts.expired += int(np.count_nonzero(~alive))
             self._forget(held.keys[~good])

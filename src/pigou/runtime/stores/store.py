@@ -62,6 +62,12 @@ class StoreCounts:
     refused: int = 0  # blocks without room
     deleted: int = 0
 
+    def count_reads(self, good: Bools) -> None:
+        """Count the blocks that a read returned, and did not."""
+        hits = int(np.count_nonzero(good))
+        self.hits += hits
+        self.misses += len(good) - hits
+
 
 class Store(Protocol):
     """Block storage by key; batches of n blocks may succeed in part."""

@@ -20,7 +20,6 @@ from pigou.worker.engine_thread.commands import (
     ClearCache,
     Command,
     EndLease,
-    Gauges,
     LeaseCached,
 )
 from pigou.worker.engine_thread.commands import Report as EngineReport
@@ -43,7 +42,6 @@ class EngineClient:
         put: Callable[[Command], None],
         metrics: WorkerMetrics,
         publish: Callable[[list[dict[str, Any]]], None],
-        gauges: Gauges,
         max_in_engine: int = 0,
     ) -> None:
         """`max_in_engine`: concurrent sequences in the engine per request; 0 for all."""
@@ -54,7 +52,6 @@ class EngineClient:
         self._flights: dict[str, tuple[ReplySequence, Reply, Add]] = {}
         self._followers: dict[str, list[Add]] = {}
         self._lease_futures: dict[str, asyncio.Future[dict[str, Any] | None]] = {}
-        self._gauges = gauges
         self._added = 0
         self.dead = False
         self.draining = False
@@ -69,12 +66,12 @@ class EngineClient:
     @property
     def waiting(self) -> int:
         """Accepted sequences without a row, in the engine or not yet sent to it."""
-        gauges, followers = self._gauges, sum(map(len, self._followers.values()))
+        gauges, followers = self._metrics.gauges, sum(map(len, self._followers.values()))
         return gauges.waiting + self._added - gauges.added_total + len(self._held) + followers
 
     def metrics_page(self) -> bytes:
         """Return the Prometheus page, with current values."""
-        self._metrics.figures(self._gauges, self.waiting)
+        self._metrics.waiting = self.waiting
         return self._metrics.page()
 
     def check_open(self) -> None:
@@ -275,7 +272,7 @@ class EngineClient:
                     self._put(Abort(request))
             except Exception as error:
                 self._broke(request, reply, error)
-        metrics.tokens(len(report.tokens))
+        metrics.generated_tokens += len(report.tokens)
 
     def _fail(self, request: str, error: APIError) -> None:
         flight = self._flights.pop(request, None)
