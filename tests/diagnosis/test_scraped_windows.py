@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from pigou.diagnosis.metric_pages import MetricPage, increase, quantile
 from pigou.windows.observations import FleetObservation, WorkerObservation
-from pigou.windows.scrape import FleetScrape, scraped_window, with_knees
+from pigou.windows.scrape import FleetScrape, WorkersTable, scraped_window, with_knees
 
 GATEWAY = """# HELP x
 pigou_requests_total{{route="/v1/completions",status="200"}} {ok}
@@ -33,7 +34,7 @@ def scrape(at_s: float, *, ok: int, bad: int, preemptions: int, restarts: int = 
                           "out_of_memory": restarts // 2}],
              "queued_by_tenant": {"bert": 2}}  # fmt: skip
     pages = {"d": MetricPage.read(WORKER.format(preemptions=preemptions))}
-    return FleetScrape(at_s, MetricPage.read(page), pages, table)
+    return FleetScrape(at_s, MetricPage.read(page), pages, msgspec.convert(table, WorkersTable))
 
 
 def test_a_window_is_what_happened_between_two_scrapes() -> None:

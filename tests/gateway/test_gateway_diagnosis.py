@@ -67,7 +67,12 @@ async def test_what_is_no_fleet_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "words"), [(b'{"workers": [1]}', "no table of workers"), (b"<html>", "no table")]
+    ("table", "words"),
+    [
+        (b'{"workers": [1]}', "no table of workers"),
+        (b'{"workers": [{"id": "d", "out_of_memory": "x"}]}', "no table of workers"),
+        (b"<html>", "no table"),
+    ],
 )
 async def test_what_only_looks_like_a_fleet_is_refused(table: bytes, words: str) -> None:
     async def metrics(_: web.Request) -> web.Response:

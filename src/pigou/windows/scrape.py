@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,6 +20,27 @@ _WORKER_ITL = "vllm:inter_token_latency_seconds"
 _SPREAD = 2.0
 
 
+class WorkersRow(msgspec.Struct, frozen=True):
+    """Fields read of a worker in the answer of `/workers`."""
+
+    id: str
+    role: str | None = None
+    restarts: int = 0
+    out_of_memory: int = 0
+    running: float | None = None  # None where the gateway does not count it
+    waiting: float = 0.0
+    tokens: int = 0
+    kv_usage: float | None = None
+
+
+class WorkersTable(msgspec.Struct, frozen=True):
+    """Fields read of the answer of `/workers`."""
+
+    workers: tuple[WorkersRow, ...] = ()
+    queued_by_tenant: dict[str, float] = {}
+    tenant_weights: dict[str, float] = {}
+
+
 @dataclass(frozen=True)
 class FleetScrape:
     """A fleet's metrics at one moment."""
@@ -28,7 +48,7 @@ class FleetScrape:
     at_s: float  # from any zero
     gateway: MetricPage  # empty without a gateway
     workers: Mapping[str, MetricPage]  # by worker id
-    table: Mapping[str, Any] = field(default_factory=dict)  # the gateway's `/workers`
+    table: WorkersTable = field(default_factory=WorkersTable)  # the gateway's `/workers`
 
 
 def scraped_window(before: FleetScrape, now: FleetScrape, start_s: float) -> FleetObservation:
@@ -86,37 +106,32 @@ def _mean_gauge(a: MetricPage, b: MetricPage, name: str) -> float:
 def _workers(
     before: FleetScrape, now: FleetScrape, seconds: float
 ) -> tuple[WorkerObservation, ...]:
-    rows = {row["id"]: row for row in now.table.get("workers", ())}
-    known = {row["id"]: row for row in before.table.get("workers", ())}
+    rows = {row.id: row for row in now.table.workers}
+    known = {row.id: row for row in before.table.workers}
     seen = []
     for name in dict.fromkeys((*rows, *now.workers)):
-        row = rows.get(name, {})
-        restarts, out_of_memory = (
-            max(0, row.get(count, 0) - known.get(name, row).get(count, 0))
-            for count in ("restarts", "out_of_memory")
-        )
+        row = rows.get(name, WorkersRow(name))
+        old = known.get(name, row)
         life = WorkerObservation(
-            worker=name, role=row.get("role") or "both", restarts=restarts,
-            out_of_memory=out_of_memory,
+            worker=name, role=row.role or "both", restarts=max(0, row.restarts - old.restarts),
+            out_of_memory=max(0, row.out_of_memory - old.out_of_memory),
         )  # fmt: skip
         page = now.workers.get(name)
-        if page is None and "running" in row:
-            life = _from_table(life, known.get(name, row), row)
+        if page is None and row.running is not None:
+            life = _from_table(life, old, row)
         elif page is not None:
             life = _worker(life, before.workers.get(name, MetricPage()), page, seconds)
         seen.append(life)
     return tuple(seen)
 
 
-def _from_table(
-    life: WorkerObservation, before: Mapping[str, Any], now: Mapping[str, Any]
-) -> WorkerObservation:
+def _from_table(life: WorkerObservation, before: WorkersRow, now: WorkersRow) -> WorkerObservation:
     """Return the gateway's view of a worker without a page of its own."""
-    running = (before.get("running", 0) + now["running"]) / 2
+    running = ((before.running or 0) + (now.running or 0)) / 2
     return msgspec.structs.replace(
-        life, running=running, waiting=(before.get("waiting", 0) + now.get("waiting", 0)) / 2,
-        busy=1.0 - float(np.exp(-running)), kv_usage=now.get("kv_usage"),
-        output_tokens=max(0, now.get("tokens", 0) - before.get("tokens", 0)),
+        life, running=running, waiting=(before.waiting + now.waiting) / 2,
+        busy=1.0 - float(np.exp(-running)), kv_usage=now.kv_usage,
+        output_tokens=max(0, now.tokens - before.tokens),
     )  # fmt: skip
 
 
@@ -163,19 +178,18 @@ def _worker(
 
 
 def _tenants(
-    a: MetricPage, b: MetricPage, before: Mapping[str, Any], now: Mapping[str, Any]
+    a: MetricPage, b: MetricPage, before: WorkersTable, now: WorkersTable
 ) -> tuple[TenantObservation, ...]:
     tokens: dict[str, float] = {}
     for name in ("pigou_prompt_tokens_total", "pigou_generation_tokens_total"):
         known = a.by(name, "tenant")
         for tenant, count in b.by(name, "tenant").items():
             tokens[tenant] = tokens.get(tenant, 0.0) + (increase(known.get(tenant), count) or 0.0)
-    queues = [table.get("queued_by_tenant", {}) for table in (before, now)]
-    weights = now.get("tenant_weights", {})
+    queues = before.queued_by_tenant, now.queued_by_tenant
     names = sorted({*(name for name, count in tokens.items() if count), *queues[0], *queues[1]})
     return tuple(
         TenantObservation(
-            tenant=name, weight=float(weights.get(name, 1.0)), tokens=tokens.get(name, 0.0),
+            tenant=name, weight=now.tenant_weights.get(name, 1.0), tokens=tokens.get(name, 0.0),
             waiting=sum(queue.get(name, 0) for queue in queues) / 2,
         )
         for name in names

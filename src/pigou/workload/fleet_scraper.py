@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -14,30 +13,12 @@ import msgspec
 from pigou.config import ConfigError
 from pigou.diagnosis.metric_pages import MetricPage
 from pigou.windows.observations import FleetObservation
-from pigou.windows.scrape import FleetScrape, scraped_window, with_knees
+from pigou.windows.scrape import FleetScrape, WorkersTable, scraped_window, with_knees
 from pigou.workload.endpoint import open_session
 
 #: Seconds that a page may take, and windows of a scrape.
 _TIMEOUT_S, _WINDOWS = 10.0, 12
 _MIN_WINDOW_S, _MAX_WINDOW_S = 0.5, 7200.0
-
-
-class _WorkersRow(msgspec.Struct):
-    """What is read of a worker in the answer of `/workers`; others are left alone."""
-
-    id: str
-    role: str | None = None
-    restarts: int = 0
-    running: float = 0.0
-    waiting: float = 0.0
-    tokens: float = 0.0
-    kv_usage: float | None = None
-
-
-class _WorkersTable(msgspec.Struct):
-    workers: list[_WorkersRow] = []
-    queued_by_tenant: dict[str, float] = {}
-    tenant_weights: dict[str, float] = {}
 
 
 class FleetScraper:
@@ -75,21 +56,19 @@ class FleetScraper:
         status, text = await self._get("/metrics/workers")
         return MetricPage.read(text).by_label("worker") if status == 200 else {}
 
-    async def _table(self, path: str) -> dict[str, Any]:
+    async def _table(self, path: str) -> WorkersTable:
         status, text = await self._get(path)
         if status in (401, 403):
             raise ConfigError(
                 f"{self._url}{path} answered {status}; give an administrator's --api-key"
             )
         try:
-            table = msgspec.json.decode(text, type=dict[str, Any]) if status == 200 else {}
-            msgspec.convert(table, _WorkersTable)
+            return msgspec.json.decode(text if status == 200 else "{}", type=WorkersTable)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise ConfigError(
                 f"{self._url}{path} has no table of workers ({error}); give the URL of "
                 "a gateway or a worker of Pigou, or of a vLLM server"
             ) from None
-        return table
 
     async def _get(self, path: str) -> tuple[int, str]:
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)

@@ -18,7 +18,7 @@ from pigou.gateway.api.metrics import gateway_metrics
 from pigou.gateway.api.page import Access, APIPage, APIPages, json_response
 from pigou.gateway.gateway import Gateway
 from pigou.windows.observations import FleetObservation
-from pigou.windows.scrape import FleetScrape, scraped_window, with_knees
+from pigou.windows.scrape import FleetScrape, WorkersTable, scraped_window, with_knees
 
 #: Seconds of a window, and windows that are remembered: half an hour.
 WINDOW_S, MAX_WINDOWS = 10.0, 180
@@ -85,4 +85,5 @@ class GatewayDiagnosis:
         return {"since": since, **view}
 
     def _scrape(self) -> FleetScrape:
-        return FleetScrape(self._clock(), self._page(), {}, self._table())
+        table = msgspec.convert(self._table(), WorkersTable)
+        return FleetScrape(self._clock(), self._page(), {}, table)
