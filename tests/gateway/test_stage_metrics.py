@@ -85,7 +85,7 @@ async def test_a_pause_is_its_makers_alone(cause: str) -> None:
     script = Script(delay_s=0.35) if cause == "engine" else WIDE
     async with serving(Stub("a", script=script), client_timeout=60) as fleet:
         for _ in range(200):
-            fleet.metrics.stages.gap(0.005, blocked=False)
+            fleet.metrics.stages.gap(0.005)
         if cause == "engine":
             await ask(fleet, stream=True, max_tokens=2)
         else:
@@ -106,23 +106,22 @@ def test_the_running_median_comes_near_the_median_and_a_stall_is_above_ten_times
     metrics = StageMetrics(MetricSet())
     gaps = [0.01, 0.02, 0.03, 0.02, 0.015] * 200
     for gap in gaps:
-        metrics.gap(gap, blocked=False)
+        metrics.gap(gap)
     assert metrics.typical_itl_s == pytest.approx(0.02, rel=0.1)
     limit = STALL_RATIO * metrics.typical_itl_s
-    metrics.gap(0.9 * limit, blocked=False)
+    metrics.gap(0.9 * limit)
     assert stalls(metrics) == {"client": 0, "engine": 0}
-    metrics.gap(1.2 * limit, blocked=False)
-    metrics.gap(9.0, blocked=True)
+    metrics.gap(1.2 * limit)
     metrics.client_blocked(int(1.2 * limit * SECOND))
     assert stalls(metrics) == {"client": 1, "engine": 1}
 
 
 def test_no_pause_counts_that_nobody_sees_or_before_the_median_is_known() -> None:
     metrics = StageMetrics(MetricSet())
-    metrics.gap(0.02, blocked=False)
-    metrics.gap(5.0, blocked=False)
+    metrics.gap(0.02)
+    metrics.gap(5.0)
     metrics.client_blocked(5 * SECOND)
     for _ in range(500):
-        metrics.gap(0.001, blocked=False)
-    metrics.gap(0.9 * MIN_STALL_S, blocked=False)
+        metrics.gap(0.001)
+    metrics.gap(0.9 * MIN_STALL_S)
     assert stalls(metrics) == {"client": 0, "engine": 0}

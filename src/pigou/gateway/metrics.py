@@ -276,23 +276,18 @@ class StageMetrics:
         self.typical_itl_s = 0.0  # running median of the seconds between tokens; 0 before any
         self._gaps = 0
 
-    def gap(self, seconds: float, *, blocked: bool) -> bool:
+    def gap(self, seconds: float) -> bool:
         """Record the seconds per token between two reads of a stream; return True for a stall.
 
-        If `blocked`, the client stopped reading, and the gap is not the engine's. The median is
-        frugal (Ma et al. 2013, arXiv 1407.1121, with relative steps).
+        The median is frugal (Ma et al. 2013, arXiv 1407.1121, with relative steps).
         """
-        if blocked:
-            return False
-        typical, stalled = self.typical_itl_s, False
+        typical = self.typical_itl_s
         self._gaps += 1
-        if seconds > typical:
-            if seconds > STALL_RATIO * typical and typical:
-                stalled = self._stall("engine", seconds)
-            self.typical_itl_s = typical * _STEP or seconds
-        else:
+        if seconds <= typical:
             self.typical_itl_s = typical / _STEP
-        return stalled
+            return False
+        self.typical_itl_s = typical * _STEP or seconds
+        return typical > 0.0 and seconds > STALL_RATIO * typical and self._stall("engine", seconds)
 
     def client_blocked(self, nanoseconds: int) -> None:
         """Count a pause during which bytes waited for a client."""

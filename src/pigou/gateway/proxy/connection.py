@@ -205,8 +205,8 @@ class HTTPConnection(asyncio.Protocol):
         if self._backlog or (len(data) > _LITTLE and self._is_flood(data)):
             self._put_off(data)
             return
-        between = self._chunk is _SIZE and not self._rest
-        if self._take is not None and self._phase is _CHUNKS and between:
+        take = self._take
+        if take is not None and self._phase is _CHUNKS and self._chunk is _SIZE and not self._rest:
             # Mostly this is one whole chunk.
             size, _, rest = data.partition(b"\r\n")
             try:
@@ -214,7 +214,7 @@ class HTTPConnection(asyncio.Protocol):
             except ValueError:
                 lone = False
             if lone:
-                self._hand(self._take, rest[:-2])
+                self._hand(take, rest[:-2])
                 return
         self._parse(data)
 

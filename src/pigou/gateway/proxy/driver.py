@@ -511,9 +511,9 @@ class StreamDriver(RequestDriver):
                 if last_ns:
                     gap_s = (now_ns - last_ns) / count / SECOND
                     itl(gap_s, count)
-                    stalled = stall(gap_s, blocked=read_ns > last_ns)
-                    if stalled and (trace := self.run.trace) is not None:
-                        trace.event("engine stall", last_ns, (("pigou.gap_s",), (gap_s,)))
+                    # Where the client stopped reading, the gap is not the engine's.
+                    if read_ns <= last_ns and stall(gap_s) and self.run.trace is not None:
+                        self.run.trace.event("engine stall", last_ns, (("pigou.gap_s",), (gap_s,)))
                 elif before == 0:
                     self._first_token(step)
                 last_ns = relay.last_token_ns = now_ns

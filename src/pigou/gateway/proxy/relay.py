@@ -95,15 +95,16 @@ class Relay(StreamCount):
             out = self._parse(data)
             self._ready = None if self._reader.pending else self._fast_path
             return out
-        tokens = self.state.tokens
-        if len(tokens) >= self._limit:
+        state = self.state
+        before = len(state.tokens)
+        if before >= self._limit:
             return self._cut(TooManyTokens(self._limit))
         token, text, bare = event
-        tokens.append(token)
+        state.tokens.append(token)
         self.counted += 1
         self._idle_events = 0
         if text:
-            self.state.shown = len(tokens)
+            state.shown = before + 1
         return data if self.run.parsed.wants_ids else bare
 
     def end(self) -> bytes:
