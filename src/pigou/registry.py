@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
@@ -52,9 +51,9 @@ def named(group: str, name: Any, what: str) -> Any:
     raise ConfigError(f"{what} is {name!r}; it must be one of: {names}")
 
 
-def read_struct(where: str, kind: type[T], values: Mapping[str, Any]) -> T:
-    """Read values, which may be text, as a struct. Raises ConfigError, which names `where`."""
+def read_struct(where: str, kind: type[T], values: Any, *, strict: bool = False) -> T:
+    """Read values as a struct; unless `strict`, they may be text. ConfigError names `where`."""
     try:
-        return msgspec.convert(values, kind, strict=False)
+        return msgspec.convert(values, kind, strict=strict)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {wrong(error, kind, values)}") from error

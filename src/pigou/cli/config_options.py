@@ -24,6 +24,7 @@ import typer
 from typer.core import TyperCommand
 from typer.models import OptionInfo
 
+from pigou import registry
 from pigou.cli.option_values import (
     format_size,
     named,
@@ -348,10 +349,7 @@ def read_struct(flag: str, text: str, kind: type[Struct], first: str = "name") -
     else:
         name, params = named(flag, text)
         values = {first: name, **params}
-    try:
-        return msgspec.convert(values, kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{flag} is {text!r}: {wrong(error, kind, values)}") from error
+    return registry.read_struct(f"{flag} is {text!r}", kind, values)
 
 
 def _tier(flag: str, text: str) -> dict[str, object]:

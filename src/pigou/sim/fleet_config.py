@@ -9,10 +9,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds, option, wrong
+from pigou.config import ConfigError, check_bounds, option
 from pigou.control.planner.config import PlannerConfig, RequestClassConfig, check_wait
 from pigou.placement.gang import Pack
 from pigou.placement.topology import Distance, DistanceCosts, Node
+from pigou.registry import read_struct
 from pigou.request import Role
 from pigou.sim.arrival_rate import MAX_SECONDS
 from pigou.sim.network import LinkConfig
@@ -318,7 +319,4 @@ def _of_yaml(path: str) -> FleetConfig:
         values = read_yaml(path)
     except ConfigError as error:
         raise ConfigError(f"fleet: {error}") from error
-    try:
-        return msgspec.convert(values, FleetConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"fleet: {path}: {wrong(error, FleetConfig, values)}") from error
+    return read_struct(f"fleet: {path}", FleetConfig, values, strict=True)

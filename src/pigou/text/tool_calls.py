@@ -1,4 +1,4 @@
-"""Reads one tool call, a JSON object with `name` and `arguments`, as its text grows."""
+"""Tells tool calls from content as a reply's text grows, by the format of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses of a worker, as URLs have them."""
+"""Names and addresses of workers, and of prefill queues on NATS."""
 
 from __future__ import annotations
 

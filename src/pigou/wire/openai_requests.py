@@ -1,4 +1,4 @@
-"""Unsupported request fields: refused with a remedy (`REFUSED`), dropped, or unknown."""
+"""Bodies of OpenAI's routes: their fields, and what is refused (`REFUSED`), dropped or unknown."""
 
 from __future__ import annotations
 

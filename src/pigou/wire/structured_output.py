@@ -1,4 +1,7 @@
-"""JSON schemas of clients before they become grammars: keywords that allow all are dropped."""
+"""Output grammars of requests, from structured outputs and tools.
+
+Keywords of JSON schemas that allow everything are dropped.
+"""
 
 from __future__ import annotations
 

@@ -8,9 +8,10 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
 
-from pigou.config import ConfigError, option, wrong
+from pigou.config import ConfigError, option
 from pigou.fleet.nats_connection import NatsAddress, TlsFiles, public_address
 from pigou.imports import require
+from pigou.registry import read_struct
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.names import QueueNames
 
@@ -52,10 +53,7 @@ class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         files = {key: query.pop(key) for key in TlsFiles.__struct_fields__ if key in query}
         server = f"{parts.scheme}://{parts.netloc}?{urlencode(files)}"
         fields = {**query, "name": name, "nats": NatsAddress.parse([server], "prefill queue")}
-        try:
-            return msgspec.convert(fields, cls, strict=False)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"prefill queue: {wrong(error, cls, fields)}") from error
+        return read_struct("prefill queue", cls, fields)
 
     @property
     def names(self) -> QueueNames:
