@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.games.fleet import always_first, at_random, least_loaded, simulate
 
-from pigou.games.latency import LatencyLaw, fit
+from pigou.games.latency import LatencyLaw, OnlineFit
 from pigou.games.price_of_anarchy import PriceOfAnarchy, calibrated, legacy_index, legacy_optimum
 from pigou.games.request_window import RequestWindow
 from pigou_lab.games.routing import RoutingGame
@@ -24,10 +24,11 @@ SERIAL = LatencyLaw(0.02, 0.0)
 def learnt(law: LatencyLaw) -> LatencyLaw:
     """The law as a fleet learns it: from a worker like these, under few and under many."""
     runs = [simulate([law], clients=c, requests=300, seed=c) for c in (1, 2, *range(4, 37, 4))]
-    return fit(
-        np.concatenate([run.decode_load for run in runs]),
-        np.concatenate([run.decode_seconds for run in runs]),
-    )
+    online = OnlineFit(40.0, half_life=1e6)
+    for run in runs:
+        for load, seconds in zip(run.decode_load, run.decode_seconds, strict=True):
+            online.observe(load, seconds)
+    return online.law()
 
 
 def judged(window: RequestWindow, workers: int, prefill: LatencyLaw = LIGHT) -> PriceOfAnarchy:

@@ -7,31 +7,23 @@ from dataclasses import dataclass
 from typing import overload
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from pigou.config import check_bounds, check_fields
 from pigou.games import Floats
 from pigou.games.regression import (
     HELD_S,
     SEEN,
-    SMALLEST_SCALE,
     SOLVER_ROWS,
     SPREAD,
     SUMS,
-    TUKEY,
     WEIGHT,
     Bank,
     FitArrays,
-    bank_around,
     bank_over,
     follow_all,
-    is_pole_better,
     pick,
 )
 
-ABSOLUTE_ROUNDS = 6
-TUKEY_ROUNDS = 6
-REFINEMENTS = 5
 #: Relative deviation of an observation; scales the prior of `held_s`.
 _NOISE = 0.1
 
@@ -81,30 +73,6 @@ class LatencyLaw:
     def toll(self, n: float) -> float:
         """Return the seconds one more request costs the `n` there: n (f(n+1) - f(n))."""
         return n * (self(n + 1.0) - self(n))
-
-
-def fit(n: ArrayLike, seconds: ArrayLike, weights: ArrayLike | None = None) -> LatencyLaw:
-    """Fit a law robustly to latencies, (observations,) each; raises ValueError for bad data.
-
-    Per pole (n_sat, beta) of a grid, non-negative least squares of relative residuals, reweighted
-    to least absolute residuals, then by Tukey's bisquare. Schwarz's criterion decides whether a
-    pole stays.
-    """
-    loads, times, weight = _checked(n, seconds, weights)
-    if np.ptp(loads) == 0:
-        return LatencyLaw(0.0, float(_bisquare_mean(times, weight)))
-    bank = bank_over(float(loads.max()))
-    theta = _absolute_fit(bank, loads, times, weight)
-    best = _best_absolute(bank, theta, loads, times, weight)
-    expected = bank.design(loads)[best] @ theta[best]
-    for round_ in range(TUKEY_ROUNDS):
-        robust = weight * _bisquare(times / expected - 1.0, weight) / expected**2
-        if 0 < round_ <= REFINEMENTS:
-            bank = bank_around(bank, best, round_)
-        theta, errors = bank.fit(loads, times, robust)
-        best = _chosen(errors, int(np.count_nonzero(robust)))
-        expected = bank.design(loads)[best] @ theta[best]
-    return _law(bank, best, theta[best])
 
 
 class OnlineFit:
@@ -189,64 +157,3 @@ def _law(bank: Bank, index: int, theta: Floats) -> LatencyLaw:
     if d == 0.0:
         return LatencyLaw(a, b)
     return LatencyLaw(a, b, d, float(bank.n_sat[index]), float(bank.beta[index]))
-
-
-def _checked(
-    n: ArrayLike, seconds: ArrayLike, weights: ArrayLike | None
-) -> tuple[Floats, Floats, Floats]:
-    loads = np.asarray(n, dtype=np.float64).ravel()
-    times = np.asarray(seconds, dtype=np.float64).ravel()
-    weight = np.ones_like(loads) if weights is None else np.asarray(weights, dtype=np.float64)
-    if not len(loads) == len(times) == weight.size or not len(loads):
-        raise ValueError(
-            f"n, seconds and weights have {len(loads)}, {len(times)} and {weight.size} entries: "
-            "give as many of each, and at least one"
-        )
-    weight = weight.ravel()
-    good = np.isfinite(loads) & (loads >= 0) & np.isfinite(times) & (times > 0) & (weight >= 0)
-    if not good.all() or not weight.any():
-        raise ValueError("give n >= 0, seconds > 0 and weights >= 0, all finite, not all weights 0")
-    used = weight > 0
-    return loads[used], times[used], weight[used]
-
-
-def _absolute_fit(bank: Bank, n: Floats, seconds: Floats, weight: Floats) -> Floats:
-    design = bank.design(n)
-    robust = np.broadcast_to(weight / seconds**2, design.shape[:2])
-    for _ in range(ABSOLUTE_ROUNDS):
-        theta, _ = bank.fit(n, seconds, robust)
-        expected = np.maximum(np.einsum("pij,pj->pi", design, theta), 1e-12)
-        residual = np.maximum(np.abs(seconds - expected), 1e-4 * expected)
-        robust = weight / (residual * expected)
-    return theta
-
-
-def _best_absolute(bank: Bank, theta: Floats, n: Floats, seconds: Floats, weight: Floats) -> int:
-    expected = np.maximum(np.einsum("pij,pj->pi", bank.design(n), theta), 1e-12)
-    return int(np.argmin(np.abs(np.log(seconds / expected)) @ weight))
-
-
-def _bisquare(residual: Floats, weight: Floats) -> Floats:
-    """Return Tukey's weights at a scale of 1.4826 median absolute deviations."""
-    scale = max(1.4826 * _median(np.abs(residual), weight), SMALLEST_SCALE)
-    return np.square(np.maximum(0.0, 1.0 - np.square(residual / (TUKEY * scale))))
-
-
-def _bisquare_mean(values: Floats, weight: Floats) -> float:
-    centre = _median(values, weight)
-    for _ in range(TUKEY_ROUNDS):
-        robust = weight * _bisquare(values / centre - 1.0, weight)
-        centre = float(robust @ values / robust.sum())
-    return centre
-
-
-def _median(values: Floats, weight: Floats) -> float:
-    order = np.argsort(values)
-    mass = np.cumsum(weight[order])
-    return float(values[order][np.searchsorted(mass, 0.5 * mass[-1])])
-
-
-def _chosen(errors: Floats, count: int) -> int:
-    """Return the best pole, or 0 (the straight line) where it gains too little."""
-    best = int(np.argmin(errors))
-    return best if is_pole_better(float(errors[0]), float(errors[best]), count) else 0

@@ -59,50 +59,11 @@ class Bank:
         """The poles as kernel arguments."""
         return self.n_sat, self.beta, self.floor
 
-    def design(self, n: Floats) -> Floats:
-        """Return the columns n, 1 and the pole's: (poles, observations, 3)."""
-        gap = self.n_sat[1:, None] - n[None, :]
-        near = np.maximum(gap, self.floor)
-        beta = self.beta[1:, None]
-        columns = np.zeros((len(self.n_sat), len(n), 3))
-        columns[:, :, LOAD] = n
-        columns[:, :, ONE] = 1.0
-        columns[1:, :, POLE] = near**-beta * (1.0 + (near - gap) * beta / near)
-        return columns
-
-    def fit(self, n: Floats, seconds: Floats, weight: Floats) -> tuple[Floats, Floats]:
-        """Return parameters (poles, 3) and weighted squared errors (poles,)."""
-        design = self.design(n)
-        weight = np.broadcast_to(weight, design.shape[:2])
-        weighted = design * weight[:, :, None]
-        gram = np.swapaxes(weighted, 1, 2) @ design
-        moment = np.einsum("pij,i->pj", weighted, seconds)
-        return solve(gram, moment, weight @ np.square(seconds))
-
 
 def bank_over(n_max: float) -> Bank:
     """Return the poles to try for loads up to `n_max`."""
     n_sat, beta = np.meshgrid(n_max * N_SAT_RATIOS + 0.5, BETAS)
     return Bank(np.append(np.inf, n_sat.ravel()), np.append(1.0, beta.ravel()))
-
-
-def bank_around(bank: Bank, index: int, depth: int) -> Bank:
-    """Return a finer grid around one pole; entry 0 stays the straight line."""
-    if index == 0:
-        return bank
-    spread = 0.2 / 1.6 ** (depth - 1)
-    steps = np.array([-1.0, -0.5, 0.0, 0.5, 1.0])
-    n_sat, beta = np.meshgrid(
-        bank.n_sat[index] * np.exp(spread * steps), bank.beta[index] * np.exp(2 * spread * steps)
-    )
-    return Bank(np.append(np.inf, n_sat.ravel()), np.append(1.0, beta.ravel()))
-
-
-def solve(gram: Floats, moment: Floats, energy: Floats | float) -> tuple[Floats, Floats]:
-    """Minimise x'Gx - 2 x'm + e over x >= 0, per G (k, 3, 3) and m (k, 3); also return minima."""
-    best, errors = np.empty((len(moment), 3)), np.empty(len(moment))
-    minimise_all(np.ascontiguousarray(gram), moment, np.empty((SOLVER_ROWS, 3)), best, errors)
-    return best, np.maximum(energy + errors, 0.0)
 
 
 @bare_kernel
