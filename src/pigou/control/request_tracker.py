@@ -181,7 +181,10 @@ class RequestTracker:
             columns = self.state.columns
             streams, prompts = columns.decoding.tolist(), columns.prefill_requests.tolist()
             contexts = (columns.decode_tokens - columns.pending_prefill_tokens).tolist()
-            self.latency_model.sampler.advance_all(streams, contexts, prompts, now)
+            for row in range(len(streams)):
+                self.latency_model.sampler.advance(
+                    row, streams[row], contexts[row], prompts[row], now
+                )
             self.latency_model.sample(now)
             for routed in self.state.requests.values():
                 if not routed.first_token_at and routed.request.streamed:

@@ -17,7 +17,6 @@ from pigou.control.routing.policy import (
     RoutingPolicy,
     costs_of,
     override,
-    param_of,
     params_of,
 )
 from pigou.control.routing.remote_kv_fetch import fetch_of, price_fetches
@@ -179,11 +178,8 @@ class Router:
             return None
         policy, temperature = self._with(request.overrides)
         if sources is not None:
-            params = self._price.params
-            restore = (
-                param_of(policy, "host_restore", params.host_restore),
-                param_of(policy, "storage_restore", params.storage_restore),
-            )
+            known = {**params_of(self._price), **params_of(policy)}
+            restore = known["host_restore"], known["storage_restore"]
             fleet.fetches = price_fetches(fleet, request.prompt, sources, restore)
         costs, split = costs_of(policy, request, fleet, candidates)
         pick = select(costs, self._generator, temperature, self._softmax)

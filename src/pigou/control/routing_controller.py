@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
 import msgspec
@@ -16,7 +15,7 @@ from pigou.registry import named, read_struct
 GROUP = "pigou.controller"
 
 
-class RoutingSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RoutingSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of the choice among candidates."""
 
     temperature: float = 0.0  # softmax temperature over costs; 0 takes the cheapest
@@ -28,12 +27,9 @@ class RoutingSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         check_fields(self, "temperature", "overlap_weight", ge=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Parameters:
+class Parameters(RoutingSetting, frozen=True):
     """Parameters that a request is routed with."""
 
-    temperature: float = 0.0
-    overlap_weight: float = 1.0  # weight of the blocks to prefill, net of cached ones
     # index of this choice of the controller's; the outcome of the request carries it back
     # (`TTFTSample.setting`, `E2ESample.setting`).
     setting: int = 0

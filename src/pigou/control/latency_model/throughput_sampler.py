@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -74,6 +74,17 @@ class _Sums:
         )
 
 
+@dataclass(slots=True)
+class _Row:
+    """Progress of one worker."""
+
+    decoding: int = 0  # streams whose tokens are seen
+    sums: _Sums = field(default_factory=_Sums)
+    pending: list[ThroughputSample] = field(default_factory=list)  # until prompts have ended
+    advanced_at: int = 0  # nanoseconds
+    computes: bool = False  # True if it has prompts to compute
+
+
 class ThroughputSampler:
     """Time integrals per worker.
 
@@ -82,62 +93,43 @@ class ThroughputSampler:
     """
 
     def __init__(self) -> None:
-        self._decoding: list[int] = []
-        self._sums: list[_Sums] = []
+        self._rows: list[_Row] = []
         #: tokens after the first ones of streams, (workers,)
         self.tokens: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        self._pending: list[list[ThroughputSample]] = []
-        self._advanced_at: list[int] = []
-        self._computes: list[bool] = []
 
     def add_worker(self) -> None:
         """Add a worker as the last row."""
-        self._decoding.append(0)
-        self._sums.append(_Sums())
+        self._rows.append(_Row())
         self.tokens = np.append(self.tokens, 0)
-        self._pending.append([])
-        self._advanced_at.append(0)
-        self._computes.append(False)
 
     def remove_worker(self, row: int) -> None:
         """Remove a worker."""
-        del self._decoding[row], self._sums[row], self._pending[row]
-        del self._advanced_at[row], self._computes[row]
+        del self._rows[row]
         self.tokens = np.delete(self.tokens, row)
 
     def advance(self, row: int, streams: int, context: int, prompts: int, now: int) -> None:
         """Advance worker `row` to `now`; its streams hold `context` tokens."""
-        decoding = self._decoding[row]
-        if decoding:
-            seconds = (now - self._advanced_at[row]) / SECOND
-            sums = self._sums[row]
+        worker = self._rows[row]
+        if worker.decoding:
+            seconds = (now - worker.advanced_at) / SECOND
+            sums = worker.sums
             sums.seconds += seconds
-            sums.decoding_s += decoding * seconds
-            sums.stream_s += max(streams, decoding) * seconds
+            sums.decoding_s += worker.decoding * seconds
+            sums.stream_s += max(streams, worker.decoding) * seconds
             sums.context_s += context * seconds
             if prompts:
                 sums.mixed_s += seconds
-        self._computes[row] = prompts > 0
-        self._advanced_at[row] = now
-
-    def advance_all(
-        self, streams: list[int], contexts: list[int], prompts: list[int], now: int
-    ) -> None:
-        """Advance all workers to `now`."""
-        for row, decoding in enumerate(self._decoding):
-            if decoding:
-                self.advance(row, streams[row], contexts[row], prompts[row], now)
-            else:
-                self._computes[row] = prompts[row] > 0
-                self._advanced_at[row] = now
+        worker.computes = prompts > 0
+        worker.advanced_at = now
 
     def change_streams(self, row: int, change: int) -> None:
         """Add or remove decoding streams, after `advance`."""
-        self._decoding[row] += change
+        self._rows[row].decoding += change
 
     def add_prompt(self, row: int, tokens: float, seconds: float) -> None:
         """Add a prompt computed in `seconds`, beside streams if any."""
-        unexplained: list[ThroughputSample | _Sums] = [*self._pending[row], self._sums[row]]
+        worker = self._rows[row]
+        unexplained: list[ThroughputSample | _Sums] = [*worker.pending, worker.sums]
         for sample in unexplained:
             if sample.mixed_s:
                 share = min(1.0, sample.mixed_s / max(seconds, 1e-9))
@@ -147,17 +139,16 @@ class ThroughputSampler:
 
     def take_samples(self) -> Iterator[ThroughputSample]:
         """Yield and reset the samples of workers that decoded long enough."""
-        for row, sums in enumerate(self._sums):
-            pending = self._pending[row]
-            tokens = self.tokens.item(row)
-            if sums.seconds >= _MIN_SAMPLE_S and tokens >= _MIN_SAMPLE_TOKENS:
-                self._sums[row] = _Sums()
+        for row, worker in enumerate(self._rows):
+            pending, tokens = worker.pending, self.tokens.item(row)
+            if worker.sums.seconds >= _MIN_SAMPLE_S and tokens >= _MIN_SAMPLE_TOKENS:
+                pending.append(worker.sums.sample(tokens))
+                worker.sums = _Sums()
                 self.tokens[row] = 0
-                pending.append(sums.sample(tokens))
             if not pending:
                 continue
             ready = next((i for i, sample in enumerate(pending) if sample.mixed_s), len(pending))
-            if not self._computes[row]:  # a prompt was given up: its samples stay unexplained
+            if not worker.computes:  # a prompt was given up: its samples stay unexplained
                 pending[:] = [sample for sample in pending if not sample.mixed_s]
                 ready = len(pending)
             for sample in pending[:ready]:

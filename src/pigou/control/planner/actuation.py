@@ -93,19 +93,24 @@ class ManagedFleet(Protocol):
 
 def carry_out(action: Action, fleet: ManagedFleet, now: int, max_workers: int = 0) -> str:
     """Carry out an action; return why not, or "". `max_workers` of 0 is no limit."""
+    refusal = ""
     match action:
         case AddWorkers(pool, count):
-            return add_workers(fleet, pool, count, now, max_workers)
+            refusal = add_workers(fleet, pool, count, now, max_workers)
         case DrainWorker(worker):
-            return drain_worker(fleet, worker, now)
+            if not (refusal := drain_refusal(fleet, worker)):
+                fleet.drain(worker, now)
         case RemoveWorker(worker):
-            return remove_worker(fleet, worker, now)
+            if not (refusal := removal_refusal(fleet, worker)):
+                fleet.remove(worker, now)
         case FlipRole(worker, _, pool):
-            return flip_worker(fleet, worker, pool, now)
+            if not (refusal := flip_refusal(fleet, worker, pool)):
+                fleet.flip(worker, pool, now)
         case SetOperatingPoint():
-            return set_operating_point(fleet, action, now)
+            refusal = set_operating_point(fleet, action, now)
         case RebalancePool():
-            return ""  # advice to the operator: the router goes by what it sees itself
+            pass  # advice to the operator: the router goes by what it sees itself
+    return refusal
 
 
 def tenants_limit(
@@ -155,14 +160,6 @@ def set_operating_point(fleet: ManagedFleet, point: SetOperatingPoint, now: int)
     return ""
 
 
-def drain_worker(fleet: ManagedFleet, id: str, now: int) -> str:
-    """Drain a ready worker; return why not, or ""."""
-    if refusal := drain_refusal(fleet, id):
-        return refusal
-    fleet.drain(id, now)
-    return ""
-
-
 def drain_refusal(fleet: ManagedFleet, id: str) -> str:
     """Return why a worker cannot be drained now, or ""."""
     worker = fleet.worker(id)
@@ -171,25 +168,9 @@ def drain_refusal(fleet: ManagedFleet, id: str) -> str:
     return _last_refusal(fleet, id)
 
 
-def remove_worker(fleet: ManagedFleet, id: str, now: int) -> str:
-    """Remove a worker at once; return why not, or ""."""
-    if refusal := removal_refusal(fleet, id):
-        return refusal
-    fleet.remove(id, now)
-    return ""
-
-
 def removal_refusal(fleet: ManagedFleet, id: str) -> str:
     """Return why a worker cannot be removed at once, or ""."""
     return _last_refusal(fleet, id) if fleet.worker(id) is not None else f"{id} is not there"
-
-
-def flip_worker(fleet: ManagedFleet, id: str, pool: str, now: int) -> str:
-    """Flip a ready worker into another pool; return why not, or ""."""
-    if refusal := flip_refusal(fleet, id, pool):
-        return refusal
-    fleet.flip(id, pool, now)
-    return ""
 
 
 def flip_refusal(fleet: ManagedFleet, id: str, pool: str) -> str:

@@ -111,12 +111,7 @@ class PlannerStarted(Message, frozen=True, kw_only=True):
         if self.tables is not None:
             performance = {name: self.tables.performance(r) for name, r in self.roles.items()}
         setup = PlannerSetup(
-            slo=self.slo,
-            classes=self.classes,
-            budget=self.budget,
-            times=self.times,
-            performance=performance,
-            seed=self.seed,
+            self.slo, self.classes, self.budget, self.times, performance, self.seed
         )
         return load(self.planner, setup, self.params)
 

@@ -92,17 +92,6 @@ def params_of(policy: RoutingPolicy) -> Mapping[str, Any]:
     return own if inner is None else {**params_of(inner), **own}
 
 
-def param_of(policy: RoutingPolicy, name: str, default: Any) -> Any:
-    """Return a parameter of a policy or its inner one, or the default."""
-    inner_policy: RoutingPolicy | None = policy
-    while inner_policy is not None:
-        value = getattr(getattr(inner_policy, "params", None), name, None)
-        if value is not None:
-            return value
-        inner_policy = getattr(inner_policy, "inner", None)
-    return default
-
-
 def override(policy: RoutingPolicy, values: Mapping[str, Any]) -> RoutingPolicy:
     """Return a policy with other parameters and shared state; raises ConfigError."""
     if not values:
