@@ -73,11 +73,6 @@ class PoolWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return len(self.in_state(WorkerState.DRAINING))
 
     @property
-    def unplaceable(self) -> int:
-        """Starting workers that cannot start."""
-        return sum(w.unplaceable for w in self.in_state(WorkerState.STARTING))
-
-    @property
     def used_gpus(self) -> int:
         """GPUs of its workers in all states."""
         return self.gpus * len(self.workers)
@@ -91,11 +86,6 @@ class LatencySummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     p90: float | None = None
     p95: float | None = None
     p99: float | None = None
-
-    def percentile(self, percent: float) -> float | None:
-        """Return the lowest known percentile at or above `percent`; else None."""
-        known = ((50, self.p50), (90, self.p90), (95, self.p95), (99, self.p99))
-        return next((s for at, s in known if at >= percent and s is not None), None)
 
 
 class LoadWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -132,13 +122,6 @@ class PlannerWindow(Message, frozen=True, kw_only=True):
     price_of_anarchy: dict[str, float] = msgspec.field(default_factory=dict)
     # prefill workers of the calibrated optimum's better split, by model
     better_prefill: dict[str, int] = msgspec.field(default_factory=dict)
-
-    def load(self, model: str, workload: str = "") -> LoadWindow | None:
-        """Return the load of a model and class; None for a hole."""
-        for load in self.loads:
-            if (load.model, load.workload) == (model, workload):
-                return load
-        return None
 
     @property
     def models(self) -> tuple[str, ...]:

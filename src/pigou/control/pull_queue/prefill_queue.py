@@ -89,7 +89,6 @@ class _Entry(msgspec.Struct, eq=False):
     number: int
     deliveries: int = 0
     passed_over: int = 0
-    not_before_ns: int = 0
     claim: PrefillClaim | None = None
     given_ns: int = 0  # time of the claim
     end_ns: int = 0  # expected end of its prefill
@@ -128,11 +127,6 @@ class PrefillQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of waiting prompts."""
-        return sum(entry.item.tokens for entry in self._waiting)
 
     # --- workers ------------------------------------------------------------------------------
 
@@ -213,7 +207,7 @@ class PrefillQueue:
             end_ns += round(seconds * SECOND)
             claims.append(self._give(entry, worker, end_ns, now_ns))
             tokens += uncached
-        if not claims and self._open(now_ns):
+        if not claims and self._open():
             self.counts.left += 1
         return claims
 
@@ -236,7 +230,7 @@ class PrefillQueue:
                 return effects
         end_ns = now_ns + round(self.free_s(worker, now_ns) * SECOND)
         must_go, seconds_s = self._must_go(entry, now_ns), 0.0
-        entries = [] if must_go else self._open(now_ns)
+        entries = [] if must_go else self._open()
         if entry not in entries:
             entries.append(entry)
         if service is not None:
@@ -271,16 +265,6 @@ class PrefillQueue:
         self.counts.acked += 1
         return True
 
-    def nak(
-        self, request: str, worker: str, now_ns: int, delay_s: float = 0.0
-    ) -> list[QueueEffect]:
-        """Return a prompt to the queue after `delay_s` seconds."""
-        entry = self._entries.get(request)
-        if entry is None or entry.claim is None or entry.claim.worker != worker:
-            return []
-        entry.not_before_ns = now_ns + round(delay_s * SECOND)
-        return self._redeliver(entry, now_ns)
-
     def tick(self, now_ns: int) -> list[QueueEffect]:
         """End leases and deadlines; call it at `next_ns` or often."""
         effects: list[QueueEffect] = []
@@ -306,8 +290,8 @@ class PrefillQueue:
         claimed = (entry for claims in self._claims.values() for entry in claims)
         times = [entry.claim.lease_end_ns for entry in claimed if entry.claim]
         bypass_ns = round(self.config.max_bypass_s * SECOND)
-        for entry in self._waiting[: self.config.window]:
-            times += [entry.not_before_ns, self._batch_ns(entry)]
+        for entry in self._open():
+            times.append(self._batch_ns(entry))
             if self.config.order == "price":
                 times.append(entry.item.arrival_ns + bypass_ns)
         if self._dated:
@@ -316,18 +300,11 @@ class PrefillQueue:
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _open(self, now_ns: int) -> list[_Entry]:
-        window = self.config.window
-        entries: list[_Entry] = []
-        for entry in self._waiting:
-            if entry.not_before_ns <= now_ns:
-                entries.append(entry)
-                if len(entries) == window:
-                    break
-        return entries
+    def _open(self) -> list[_Entry]:
+        return self._waiting[: self.config.window]
 
     def _ready(self, now_ns: int) -> bool:
-        entries = self._open(now_ns)
+        entries = self._open()
         if not entries or len(entries) == self.config.window:
             return bool(entries)
         if sum(entry.item.tokens for entry in entries) >= self.config.batch_tokens:
@@ -341,7 +318,7 @@ class PrefillQueue:
         self, worker: str, free_ns: int, now_ns: int, service: ServiceLaw | None
     ) -> tuple[_Entry, float, int] | None:
         """Return the prompt that a worker claims next, with its seconds and tokens there."""
-        entries = self._open(now_ns)
+        entries = self._open()
         if not entries:
             return None
         if service is None:
