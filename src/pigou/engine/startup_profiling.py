@@ -10,7 +10,7 @@ from pigou.config import EngineConfig, EvictionConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Result
 from pigou.kv.block_pool import BlockPool
-from pigou.request import Request
+from pigou.request import BlockHashes, Request
 
 #: Cache entries of each stream at its first step.
 CONTEXT_TOKENS = 256
@@ -110,10 +110,11 @@ def _warm_up_config(
     )  # fmt: skip
 
 
-def _run(core: EngineCore) -> None:
+def _run(core: EngineCore, fresh: BlockHashes | None = None) -> None:
     while core.running or core.waiting:
         plan = core.schedule(0)
-        core.apply(plan, Result(steps=plan.repeat))
+        hashes = {} if fresh is None else {row: fresh[row] for row in plan.rows.tolist()}
+        core.apply(plan, Result(steps=plan.repeat, full_block_hashes=hashes))
 
 
 def _cache_generated_blocks() -> None:
@@ -121,11 +122,7 @@ def _cache_generated_blocks() -> None:
     core = EngineCore(_warm_up_config(max_batched_tokens=4, max_repeat=4))
     for name in ("one", "other"):
         core.add(Request(name, prompt=2, max_tokens=3))
-    fresh = np.arange(1, 33, dtype=np.uint64).reshape(2, 8, 2)
-    while core.running or core.waiting:
-        plan = core.schedule(0)
-        hashes = {row: fresh[row] for row in plan.rows.tolist()}
-        core.apply(plan, Result(steps=plan.repeat, full_block_hashes=hashes))
+    _run(core, np.arange(1, 33, dtype=np.uint64).reshape(2, 8, 2))
 
 
 def _evict_tokens() -> None:

@@ -32,7 +32,7 @@ _LIMIT_STEP, _SCV_STEP = 0.005, 0.05
 #: The same for a mixed worker, whose prompts slow down with each stream.
 _COARSE_STEP = 0.02
 #: Utilisations from here on are overload.
-_FULL = 1.0 - 1e-6
+FULL = 1.0 - 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +166,9 @@ class PerformanceModel:
         self, rps: float, workers: int, mix: RequestMix, share: float, service: float
     ) -> PoolLatency:
         utilisation = rps * service / workers
-        if utilisation >= _FULL:
+        if utilisation >= FULL:
             return PoolLatency(math.inf, 0.0, utilisation, math.inf)
-        servers = workers if self.pooled else 1
-        scv, arrival_scv = self._variances(mix)
+        servers, scv, arrival_scv = self._queue(workers, mix)
         overhead = self._overhead(mix)
         ttft = service * response_quantile(servers, utilisation, share, scv, arrival_scv) + overhead
         wait = 0.5 * (arrival_scv + scv) * mgc_wait(servers, utilisation, 1.0)
@@ -178,7 +177,7 @@ class PerformanceModel:
     def streams(self, role: Role, rps: float, workers: int, mix: RequestMix) -> float:
         """Return mean streams per worker by Little's law; infinity in overload."""
         rho = rps * self.service_s(mix) / workers if role is Role.BOTH else 0.0
-        if rho >= _FULL:
+        if rho >= FULL:
             return math.inf
         demand = rps * mix.osl / (workers * (1.0 - rho))
         limit = self.max_streams(mix)
@@ -219,11 +218,10 @@ class PerformanceModel:
     def _prefill_share(self, rps: float, workers: int, mix: RequestMix, ttft_s: float) -> float:
         service = self.service_s(mix)
         utilisation = rps * service / workers
-        if utilisation >= _FULL:
+        if utilisation >= FULL:
             return 0.0
         limit = (ttft_s - self._overhead(mix)) / service
-        scv, arrival_scv = self._variances(mix)
-        servers = workers if self.pooled else 1
+        servers, scv, arrival_scv = self._queue(workers, mix)
 
         def is_inside(share: float) -> bool:
             return response_quantile(servers, utilisation, share, scv, arrival_scv) <= limit
@@ -266,11 +264,8 @@ class PerformanceModel:
         step: float = _LIMIT_STEP,
     ) -> float:  # fmt: skip
         limit = (ttft_s - self._overhead(mix)) / service
-        scv, arrival_scv = self._variances(mix)
-        if math.isinf(limit):
-            limit = 1e3
+        servers, scv, arrival_scv = self._queue(workers, mix)
         limit = step_below(min(limit, 1e3), step)
-        servers = workers if self.pooled else 1
         return workers / service * max_utilisation(servers, limit, share, scv, arrival_scv)
 
     def _decode_limit(self, workers: int, mix: RequestMix, itl_s: float, share: float) -> float:
@@ -290,11 +285,12 @@ class PerformanceModel:
     def _overhead(self, mix: RequestMix) -> float:
         return self.overhead_s + self.transfer_token_s * mix.isl
 
-    def _variances(self, mix: RequestMix) -> tuple[float, float]:
-        """Return variances of service and of arrivals, the latter scaled so that waits match."""
+    def _queue(self, workers: int, mix: RequestMix) -> tuple[int, float, float]:
+        """Return servers, and variances of service and of arrivals, scaled so that waits match."""
         scv = step_below(self.service_scv(mix) + 0.5 * _SCV_STEP, _SCV_STEP)
         arrival = self.wait_factor * (mix.arrival_scv + scv) - scv
-        return scv, max(step_below(arrival + 0.5 * _SCV_STEP, _SCV_STEP), 0.0)
+        arrival = max(step_below(arrival + 0.5 * _SCV_STEP, _SCV_STEP), 0.0)
+        return workers if self.pooled else 1, scv, arrival
 
     def _deviations(self, share: float) -> float:
         return AVERAGING * max(float(ndtri(share)), 0.0) if share > 0.5 else 0.0

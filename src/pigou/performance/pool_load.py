@@ -40,12 +40,10 @@ from scipy.special import log_ndtr, ndtr
 
 from pigou.games.queueing import erlang_c
 from pigou.objectives import Slo
-from pigou.performance.model import AVERAGING, PerformanceModel
+from pigou.performance.model import AVERAGING, FULL, PerformanceModel
 from pigou.performance.speed import crossing, doubling, halved, interpolate
 from pigou.request import Role
 
-#: Utilisations from here on are overload.
-_FULL = 1.0 - 1e-6
 #: Steps before a prompt begins: half of the current one, and one planned ahead.
 _ALIGNMENT = 1.5
 #: Steps before a request has its token on a decode worker, as simulated: the current one, those
@@ -159,7 +157,7 @@ class PoolLoad:
         return self._last_streams[1]
 
     def _solve_streams(self, rate_rps: float, workers: int, rho: float) -> float:
-        if rho >= _FULL:
+        if rho >= FULL:
             return math.inf
         demand = rate_rps * self.classes.osl / (workers * (1.0 - rho))
         if self.max_streams < demand * self.step_s(self.max_streams):
@@ -235,17 +233,13 @@ class PoolLoad:
         """Return the probability of a wait, and its mean given one; infinity in overload."""
         mean, scv = self.classes.mean_and_scv(services)
         rho = rate_rps * mean / workers
-        if not rho < _FULL:
+        if not rho < FULL:
             return 1.0, math.inf
         variance = 0.5 * (self.arrival_scv + scv)
         return erlang_c(workers, rho), variance * mean / (workers * (1.0 - rho))
 
     def ttft_share(
-        self,
-        rate_rps: float,
-        workers: int,
-        ttft_s: float,
-        more_s: float = 0.0,
+        self, rate_rps: float, workers: int, ttft_s: float, more_s: float = 0.0
     ) -> float:
         """Return the share of prompts with TTFT within `ttft_s`, after `more_s` elsewhere."""
         if not self._role.prefills:
@@ -292,13 +286,7 @@ class PoolLoad:
         """Return mean ITL in seconds; 0.0 for a prefill pool."""
         return self._itl(rate_rps, workers, prompts)[0] if self._role.decodes else 0.0
 
-    def limit_rps(
-        self,
-        workers: int,
-        slo: Slo,
-        share: float,
-        more_s: float = 0.0,
-    ) -> float:
+    def limit_rps(self, workers: int, slo: Slo, share: float, more_s: float = 0.0) -> float:
         """Return the most requests a second with `share` inside; `more_s` of TTFT is elsewhere."""
 
         def inside(rate_rps: float) -> bool:

@@ -133,7 +133,8 @@ class PrefixIndex:
                 names = np.ascontiguousarray(event.hashes, dtype=WORD)
                 self._remove(cache, names, event.medium)
             elif isinstance(event, Stored):
-                self._store_wire(cache, event)
+                hashes, keys, parent = _keyed(cache, event)
+                self._store(cache, _column(hashes), _column(keys), parent, event.medium)
             elif isinstance(event, Removed | KeyedRemoved):
                 names = _column(_names_of(event.hashes))
                 self._remove(cache, names, event.medium)
@@ -146,11 +147,7 @@ class PrefixIndex:
     def keyed(self, worker: str, event: KVEvent | WireEvent | KeyedEvent) -> KeyedEvent:
         """Return a worker's next event with keys in place of tokens."""
         if isinstance(event, Stored):
-            cache = self._caches.get(worker)
-            hashes = _names_of(event.hashes)
-            parent = None if event.parent is None else _name_of(event.parent)
-            keys = _keys(None if cache is None else cache.holdings, event, parent, len(hashes))
-            return KeyedStored(hashes, keys, parent, event.medium)
+            return KeyedStored(*_keyed(self._caches.get(worker), event), event.medium)
         if isinstance(event, BlockStored):
             low, before = _names_of(event.hashes[:, 1]), event.parent[:, 1]
             return KeyedStored(low, low, int(before[-1]) if len(before) else None, event.medium)
@@ -212,23 +209,21 @@ class PrefixIndex:
 
         Rows are the blocks by their best tier, and the whole run (`holder_table.RUN`).
         """
-        if workers is self._last_ids:  # hashing many names takes longer than a short walk
-            order = self._last_order
-        else:
-            ids = tuple(workers)
-            cached = self._orders.get(ids)
-            order = self._arrange(ids) if cached is None else cached
-            if ids is workers:
-                self._last_ids, self._last_order = ids, order
-        return self._table.overlaps(order, np.ascontiguousarray(keys, dtype=WORD))
+        return self._table.overlaps(self._order(workers), np.ascontiguousarray(keys, dtype=WORD))
 
     def recomputed_share(self, workers: Sequence[str]) -> NDArray[np.float64]:
         """Return evicted and recomputed blocks per stored block, (workers,)."""
-        if workers is self._last_ids:
-            return self._ghosts.recomputed_share(self._last_order)
+        return self._ghosts.recomputed_share(self._order(workers))
+
+    def _order(self, workers: Sequence[str]) -> NDArray[np.int64]:
+        if workers is self._last_ids:  # hashing many names takes longer than a short walk
+            return self._last_order
         ids = tuple(workers)
-        order = self._orders.get(ids)
-        return self._ghosts.recomputed_share(self._arrange(ids) if order is None else order)
+        cached = self._orders.get(ids)
+        order = self._arrange(ids) if cached is None else cached
+        if ids is workers:
+            self._last_ids, self._last_order = ids, order
+        return order
 
     def _arrange(self, ids: tuple[str, ...]) -> NDArray[np.int64]:
         if len(self._orders) >= _MAX_ORDERS:
@@ -256,12 +251,6 @@ class PrefixIndex:
             self._caches[worker] = cache
             self._forget_orders()
         return cache
-
-    def _store_wire(self, cache: WorkerCache, event: Stored) -> None:
-        hashes = _names_of(event.hashes)
-        parent = None if event.parent is None else _name_of(event.parent)
-        keys = _keys(cache.holdings, event, parent, len(hashes))
-        self._store(cache, _column(hashes), _column(keys), parent, event.medium)
 
     def _store(
         self, cache: WorkerCache, hashes: Words, keys: Words, parent: int | None,
@@ -306,17 +295,20 @@ class PrefixIndex:
         )
 
 
-def _keys(holdings: Holdings | None, event: Stored, parent: int | None, blocks: int) -> Words:
-    before = None
-    if parent is not None and holdings is not None:
-        before = holdings.key(parent)
-    if len(event.token_ids) == blocks * event.block_size and (parent is None or before is not None):
+def _keyed(cache: WorkerCache | None, event: Stored) -> tuple[Words, Words, int | None]:
+    """Return the blocks' names and keys, and the parent's name."""
+    names, before = _names_of(event.hashes), None
+    parent = None if event.parent is None else _name_of(event.parent)
+    if parent is not None and cache is not None:
+        before = cache.holdings.key(parent)
+    whole = len(event.token_ids) == len(names) * event.block_size
+    if whole and (parent is None or before is not None):
         try:
-            lora = event.lora or ""
-            return chain(event.token_ids, event.block_size, event.salt or "", before, lora)
+            salt, lora = event.salt or "", event.lora or ""
+            return names, chain(event.token_ids, event.block_size, salt, before, lora), parent
         except (OverflowError, TypeError):
             pass  # ids that are no tokens: their blocks cannot be keyed
-    return np.zeros(blocks, dtype=np.uint64)
+    return names, np.zeros(len(names), dtype=np.uint64), parent
 
 
 def _name_of(value: WireHash) -> int:

@@ -147,7 +147,7 @@ class CusumDetector:
         shift = 2.0 * math.log(self.config.zone)
         self._knee = Cusum(math.log(self.config.knee), shift, _MIN_OBSERVATIONS)
         self._full = Cusum(math.log(self.config.full), shift, _MIN_OBSERVATIONS)
-        self._law = UnloadedLaw(self.config.half_life)
+        self.law = UnloadedLaw(self.config.half_life)
         self._idle = Idle(self.config.idle)
         self._variance = LongRunVariance(math.log(self.config.knee * self.config.zone))
         self._mean = 0.0
@@ -176,11 +176,6 @@ class CusumDetector:
         """`knee` and `full`."""
         return self.config.knee, self.config.full
 
-    @property
-    def law(self) -> UnloadedLaw:
-        """The no-queue law."""
-        return self._law
-
     def update(self, now: int, sample: TTFTSample) -> Regime:
         """Take in a first token at `now` (ns); raises ValueError for a bad TTFT or token count."""
         if not (0 <= sample.ttft < math.inf) or sample.tokens < 0:  # quicker than the call
@@ -189,8 +184,8 @@ class CusumDetector:
         self._idle.busy(now)
         self._close(now)
         nobody_ahead = None if sample.ahead is None else sample.ahead == 0
-        self._law.observe(sample.tokens, ttft, nobody_ahead, not self._knee.on)
-        expected = self._law(sample.tokens)
+        self.law.observe(sample.tokens, ttft, nobody_ahead, not self._knee.on)
+        expected = self.law(sample.tokens)
         self._samples += 1
         self._mean += (expected - self._mean) / min(self._samples, _MEAN)
         relative_wait = (ttft - expected) / max(self._mean, 1e-9)
