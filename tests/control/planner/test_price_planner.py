@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.control.planner.fluid_fleet import MIX, PREFILL, FluidFleet, FluidPool
 from tests.lib.examples import examples
@@ -26,6 +26,7 @@ from pigou.control.planner.messages import (
     SetOperatingPoint,
 )
 from pigou.control.planner.planner import Planner, PlannerSetup, load
+from pigou.control.planner.price.terms import RISE_ERRORS
 from pigou.games.latency import LatencyLaw
 from pigou.objectives import Budget, ProvisioningTimes, Slo, WorkloadClass
 from pigou.performance.model import PerformanceModel, joint_share
@@ -96,19 +97,23 @@ def undone(fleet: FluidFleet, within_s: float) -> list[tuple[float, float, str]]
     rps=st.floats(0.2, 25), p=st.integers(1, 12), d=st.integers(1, 12),
     start_up_s=st.sampled_from([5.0, 60.0, 200.0]), isl=st.floats(500, 5000),
 )  # fmt: skip
+@example(rps=12.5, p=1, d=3, start_up_s=5.0, isl=500.0)  # the first plan keeps the fleet
 @settings(max_examples=examples(12))
 def test_at_constant_load_moves_are_finite_and_the_objective_is_kept(
     rps: float, p: int, d: int, start_up_s: float, isl: float
 ) -> None:
+    """It is kept but for a rate that errors of the estimate may explain (`LoadBand`)."""
     times = ProvisioningTimes(start_up_s=start_up_s, drain_s=10)
     mix = RequestMix(isl, 300)
     own = fleet(lambda t: rps, {"p": p, "d": d}, times=times, mix=lambda t, model: mix)
-    own.run(planner(Budget(max_gpus=80), times), 8 * start_up_s + 600)
+    price = planner(Budget(max_gpus=80), times)
+    own.run(price, 8 * start_up_s + 600)
     settled = own.now_s - 300
     assert not [at for at, _ in own.moves if at > settled]
+    least_rps = rps - RISE_ERRORS * price._models[""].band.estimate.rate.standard_error
     share = joint_share(SLO)
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
-        assert PREFILL.limit_rps(role, own.counts[name], mix, SLO, share) >= rps
+        assert PREFILL.limit_rps(role, own.counts[name], mix, SLO, share) >= least_rps
         assert own.counts[name] <= 2 + 1.3 * math.ceil(
             fewest_workers(PREFILL, role, rps, mix, SLO, share) or 1
         )
