@@ -13,7 +13,7 @@ from tests.lib.source_tree import ROOT, SRC, modules, name, nodes
 #: First part of the module's name within pigou -> floor.
 FLOORS = {
     "request": 1, "config": 1, "games": 1, "models": 1, "compiled": 1,
-    "background": 1, "registry": 1, "logs": 1, "imports": 1,
+    "background": 1, "registry": 1, "logs": 1,
     "metric_rows": 1, "small_file": 1, "stop_signals": 1,
     "objectives": 1, "placement": 1,
     "kv": 2, "wire": 2, "text": 2, "tracing": 2,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pigou.imports import EXTRAS
+from pigou.registry import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 #: Runs a command where the modules of some extras cannot be imported.

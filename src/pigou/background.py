@@ -6,12 +6,13 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 _log = logging.getLogger("pigou.background")
+_R = TypeVar("_R")
 
 #: Seconds before the first restart; doubled by each further one, up to the latter.
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 30.0
@@ -164,3 +165,12 @@ class Background:
         if wait_s is not None:
             state.state = "backoff"
         _log.error("background task %s failed%s", state.name, then, exc_info=error)
+
+
+def run_async(main: Coroutine[Any, Any, _R]) -> _R:
+    """Run a coroutine on uvloop, or on asyncio's own loop where the platform has no other."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    return uvloop.run(main)

@@ -15,8 +15,7 @@ import typer
 
 from pigou import __version__
 from pigou.config import ConfigError
-from pigou.imports import extra_of, remedy
-from pigou.registry import named
+from pigou.registry import extra_of, named, remedy
 
 #: Command -> the first line of its help, so that the list of all loads none.
 COMMANDS = {

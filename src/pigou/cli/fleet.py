@@ -13,8 +13,8 @@ from rich.table import Table
 
 from pigou.config import ConfigError, RunError, is_http_url
 from pigou.fleet.kubernetes.definitions import OperatorConfig, definitions_yaml
-from pigou.imports import require
 from pigou.logs import configure
+from pigou.registry import require
 
 fleet = typer.Typer(
     help="List and change the workers of a running gateway.",

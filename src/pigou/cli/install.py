@@ -12,7 +12,7 @@ import typer
 
 from pigou import __version__
 from pigou.cli.progress import StageProgress
-from pigou.imports import remedy
+from pigou.registry import remedy
 
 
 def key(
@@ -46,7 +46,7 @@ def warm(
     `pigou[worker]`.
     """
     from pigou.compiled import on_compiling
-    from pigou.imports import require
+    from pigou.registry import require
 
     if what != "gateway":
         require("worker", "--what worker", "; or give --what gateway")

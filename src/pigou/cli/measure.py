@@ -13,10 +13,10 @@ import msgspec
 import typer
 from rich.table import Table
 
+from pigou.background import run_async
 from pigou.cli.config_options import Override
 from pigou.cli.option_values import check_json, json_file, write_json
 from pigou.cli.progress import WorkProgress, wide_console
-from pigou.imports import run_async
 from pigou.request import SECOND
 from pigou.sim.setup import Setup, SweepConfig
 from pigou.stop_signals import StopSignals

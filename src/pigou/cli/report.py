@@ -11,8 +11,7 @@ import typer
 
 from pigou.cli.progress import WorkProgress
 from pigou.config import ConfigError, RunError
-from pigou.imports import require
-from pigou.registry import named
+from pigou.registry import named, require
 
 if TYPE_CHECKING:
     from pigou.report.page import Page

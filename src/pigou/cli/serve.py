@@ -10,6 +10,7 @@ import msgspec
 import typer
 
 from pigou import logs
+from pigou.background import run_async
 from pigou.cli.config_options import field_flags
 from pigou.cli.option_values import check_port
 from pigou.cli.progress import StageProgress
@@ -19,8 +20,8 @@ from pigou.control.planner.config import PlannerConfig
 from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WatchConfig, WorkersConfig
 from pigou.fleet.peers.bus import PeersConfig
 from pigou.gateway.config import GatewayConfig
-from pigou.imports import run_async, uncollected
 from pigou.logs import LogConfig
+from pigou.registry import uncollected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

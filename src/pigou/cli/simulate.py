@@ -15,7 +15,7 @@ from pigou.cli.config_options import Override, field_flags, read_struct
 from pigou.cli.option_values import check_json, write_json
 from pigou.cli.progress import WorkProgress, wide_console
 from pigou.config import ConfigError, ControlConfig, Option
-from pigou.imports import require
+from pigou.registry import require
 from pigou.request import SECOND, Role
 from pigou.sim.fleet_config import GatewaysConfig, ScalingConfig
 from pigou.sim.setup import Setup

@@ -16,7 +16,7 @@ from pigou.config import ConfigError, check_all
 from pigou.fleet.config import LocalWorker
 from pigou.fleet.prefill_queue.messages import PullingConfig
 from pigou.fleet.registry.registration import RegistrationConfig
-from pigou.imports import require, uncollected
+from pigou.registry import require, uncollected
 from pigou.worker.config import WorkerConfig
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from pigou.gateway.plan_status import PlanStatus
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.prompt_reader import PromptReader, PromptTokenizer
 from pigou.gateway.startup_shutdown import StageListener, Startup
-from pigou.imports import require
+from pigou.registry import require
 from pigou.stop_signals import END_S, StopSignals
 from pigou.tracing.tracer import open_tracer
 from pigou.wire import json_limits, kv_event_decoding

@@ -17,9 +17,9 @@ import msgspec
 from aiohttp import web
 
 from pigou import logs
-from pigou.background import Background
-from pigou.imports import run_async, uncollected
+from pigou.background import Background, run_async
 from pigou.placement.topology import read_location
+from pigou.registry import uncollected
 from pigou.stop_signals import END_S, StopSignals
 from pigou.tracing.exporter import exporter_families
 from pigou.tracing.tracer import open_tracer

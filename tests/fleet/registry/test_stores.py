@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.fleet.registry.backends import Kubernetes
 
-from pigou import imports
+from pigou import registry
 from pigou.config import ConfigError
 from pigou.fleet.registry.entry import Topology
 from pigou.fleet.registry.file_store import FileStore
@@ -47,7 +47,7 @@ def test_a_password_is_in_no_message() -> None:
 def test_a_backend_whose_client_is_missing_names_its_extra(
     scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(imports, "_is_there", lambda _: False)
+    monkeypatch.setattr(registry, "_is_there", lambda _: False)
     with pytest.raises(ConfigError, match=rf"\.\[{scheme}\]"):
         open_store(f"{scheme}://127.0.0.1:1/workers")
 

@@ -11,7 +11,7 @@ import msgspec
 
 from pigou.config import ConfigError, option
 from pigou.fleet.nats_connection import NatsAddress, connect_nats
-from pigou.imports import require
+from pigou.registry import require
 
 if TYPE_CHECKING:
     from nats.aio.client import Client

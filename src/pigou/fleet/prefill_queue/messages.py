@@ -10,8 +10,7 @@ import msgspec
 
 from pigou.config import ConfigError, option
 from pigou.fleet.nats_connection import NatsAddress, TlsFiles, public_address
-from pigou.imports import require
-from pigou.registry import read_struct
+from pigou.registry import read_struct, require
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.names import QueueNames
 

@@ -16,8 +16,8 @@ from pigou.config import ConfigError
 from pigou.fleet.config import FleetError
 from pigou.fleet.hang_detection import EngineProgress
 from pigou.fleet.worker_process import ProcessState, WorkerProcess
-from pigou.imports import remedy
 from pigou.placement.topology import Node
+from pigou.registry import remedy
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.names import url_host
 

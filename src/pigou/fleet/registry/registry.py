@@ -19,7 +19,7 @@ from pigou.fleet.registry.record_store import (
     RegistryUnavailable,
     WriteConflict,
 )
-from pigou.imports import require
+from pigou.registry import require
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.names import is_loopback
 

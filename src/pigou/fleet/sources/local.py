@@ -19,8 +19,8 @@ from pigou.fleet.member import Member, MemberSetup, pool_name
 from pigou.fleet.probe import probe
 from pigou.fleet.provider import ProvidedPool, Provider
 from pigou.fleet.worker_process import MemberProcess, WorkerProcess
-from pigou.imports import require
 from pigou.kv.tier_config import uri_below
+from pigou.registry import require
 from pigou.request import Role
 
 #: Simulated (sleeping) workers per core.

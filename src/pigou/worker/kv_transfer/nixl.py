@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from pigou.config import ConfigError
-from pigou.imports import remedy
 from pigou.kv.block import Bytes
+from pigou.registry import remedy
 from pigou.request import SECOND, Ints
 from pigou.runtime.stores.store import DeviceBlocks
 from pigou.worker.kv_transfer.backends import (
