@@ -404,7 +404,7 @@ class PromptProcessor:
         messages, variables = request.messages, _template_variables(request)
         try:
             if not self._config.allow_special_tokens:
-                guard = self._model.tokenizer.guard
+                guard = self._model.tokenizer.control.guard
                 messages, variables = guard(messages), guard(variables)
             return template.render(
                 messages,
