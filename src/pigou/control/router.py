@@ -191,7 +191,7 @@ class Router:
         held = fleet.cached(request.prompt)
         choice = _choice(candidates, pick, fleet, held)
         if self.ledger.max_decisions:
-            if isinstance(split, CostTable) and getattr(policy, "full_price", False):
+            if type(split) is CostTable and getattr(policy, "full_price", False):
                 prices = split
             else:
                 prices = self._price.parts(request, fleet, candidates)

@@ -70,8 +70,8 @@ class Toll:
         parts: CostTable, /,
     ) -> None:  # fmt: skip
         """Record the expected TTFT of the chosen candidate, for the mean."""
-        wait, prefill, transfer = parts.rows[:3, chosen]
-        self.recent_ttft.add(float(wait + prefill + transfer))
+        wait, prefill, transfer = parts.rows[:3, chosen].tolist()
+        self.recent_ttft.add(wait + prefill + transfer)
 
     @property
     def rise(self) -> float:
