@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
 BIN    := $(VENV)/bin
+# Compiled modules are kept: each process that a test starts would compile them again.
+unexport PYTHONDONTWRITEBYTECODE
 # One compute thread a process unless told otherwise: the fleet's processes share the cores.
 export OMP_NUM_THREADS ?= 1
 
@@ -22,7 +24,7 @@ gpu: $(VENV)/.lab
 	$(BIN)/python -m pigou_lab.gpu_check $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "$(FAST)" $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadgroup --no-loadscope-reorder -m "$(FAST)" $(ARGS)
 
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)

@@ -22,7 +22,7 @@ from pigou.sim.sweep import sweep
 LAW = "law:itl_a=0.008,itl_b=0.0003,prefill=0.005,prefill_token=0.00006"
 SETUP = Setup(timing=LAW, blocks=4_000, max_seqs=64)
 CONFIG = SweepConfig(
-    isl="500,1500", workers="1,2", utilisation="0.5,0.8", requests=1500,
+    isl="500,1500", workers="1,2", utilisation="0.5,0.8", requests=800,
     concurrency="1,8,32,128", contexts="500,2000", osl=64,
 )  # fmt: skip
 

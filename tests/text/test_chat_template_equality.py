@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -86,6 +87,11 @@ PARTS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@cache
+def parsed(source: str) -> ChatTemplate:
+    return ChatTemplate(source, NAMES)
+
+
 def transformers_render(source: str, chat: list[dict[str, Any]], **options: Any) -> str | None:
     """What transformers makes of it; None where it refuses."""
     from jinja2 import TemplateError
@@ -119,7 +125,7 @@ def render(source: str, chat: list[dict[str, Any]], **options: Any) -> str | Non
     }
     before = copy.deepcopy(chat)
     try:
-        return ChatTemplate(source, NAMES).render(chat, **fields, variables=options)
+        return parsed(source).render(chat, **fields, variables=options)
     except ChatError:
         return None
     finally:
@@ -134,7 +140,7 @@ def test_there_are_at_least_forty_shapes() -> None:
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
 def test_conversations_render_as_in_transformers(name: str, tools: Any) -> None:
     source, shown = TEMPLATES[name], 0
-    walks = ChatTemplate(source, NAMES).needs
+    walks = parsed(source).needs
     for title, chat in CHATS.items():
         if not walks.strings:  # transformers loops over the characters of a string
             chat = as_parts(chat)
@@ -156,7 +162,7 @@ def test_variables_and_documents_reach_the_template_as_in_transformers(name: str
         "bos_token": "<other>",
     }
     source, chat = TEMPLATES[name], CHATS["turns"]
-    if not ChatTemplate(source, NAMES).needs.strings:
+    if not parsed(source).needs.strings:
         chat = as_parts(chat)
     assert render(source, chat, **options) == transformers_render(source, chat, **options)
 
@@ -181,7 +187,7 @@ def test_parts_are_given_to_templates_that_loop_over_them_and_text_to_others(
              "\n".join(part["text"] for part in m["content"])}
         for m in chat
     ]  # fmt: skip
-    needs = ChatTemplate(source, NAMES).needs
+    needs = parsed(source).needs
     expected = chat if needs.parts else joined
     if not needs.strings:
         expected = as_parts(expected)
@@ -202,7 +208,7 @@ def test_parts_are_given_to_templates_that_loop_over_them_and_text_to_others(
     ],
 )  # fmt: skip
 def test_the_form_of_the_content_is_read_from_the_template(name: str, parts: bool) -> None:
-    assert ChatTemplate(TEMPLATES[name], NAMES).needs.parts is parts
+    assert parsed(TEMPLATES[name]).needs.parts is parts
 
 
 @pytest.mark.parametrize("name", ["smolvlm", "loops-through-a-variable"])
@@ -217,7 +223,7 @@ def test_text_is_one_part_for_a_template_that_only_loops(name: str) -> None:
 @pytest.mark.parametrize("final", ["So I ", "  So\n", [{"type": "text", "text": "So "}], None])
 def test_the_final_message_is_continued_as_in_transformers(name: str, final: Any) -> None:
     source = TEMPLATES[name]
-    needs = ChatTemplate(source, NAMES).needs
+    needs = parsed(source).needs
     chat = [user("x"), assistant(final)]
     as_text = isinstance(final, list) and not needs.parts
     given = [user("x"), assistant(final[0]["text"])] if as_text else chat
