@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -40,6 +41,8 @@ LAB_NAMES = {
 }
 _LAB_REMEDY = "pip install ./lab in a checkout of Pigou"
 T = TypeVar("T", bound=msgspec.Struct)
+#: Entry points of all groups; a lookup reads the metadata of every installed distribution.
+_entry_points = cache(entry_points)
 
 
 def named(group: str, name: Any, what: str) -> Any:
@@ -51,7 +54,7 @@ def named(group: str, name: Any, what: str) -> Any:
         ConfigError: nothing has that name (the message lists the names, or says how to install
             the lab that has it), or it cannot be loaded.
     """
-    entries = entry_points(group=group)
+    entries = _entry_points().select(group=group)
     for entry in entries:
         if entry.name == name:
             try:
