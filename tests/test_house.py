@@ -27,7 +27,7 @@ MAX_CIRCLES = 0
 MAX_TEST_ONLY_NAMES = 13  # aim 0
 #: Lines of packages, or of several together; `modules` are the files beside them.
 BUDGETS = {
-    "modules": 2_070,  # aim 1,500
+    "modules": 2_050,  # aim 1,500
     "models": 2_050,  # aim 1,000
     "placement": 1_050,
     "kv": 3_100,
@@ -40,10 +40,10 @@ BUDGETS = {
     "cost diagnosis tracing": 3_600,  # aim 3,250
     "wire text": 5_550,  # aim 5,000
     "gateway": 10_100,  # aim 9,000
-    "worker": 8_650,  # aim 8,500
-    "runtime": 8_500,
+    "worker": 8_900,  # aim 8,750
+    "runtime": 8_550,
     "sim": 7_700,
-    "fleet": 10_700,
+    "fleet": 10_850,
     "workload capacity report cli": 12_800,  # aim 12,250
 }
 #: Short files that are whole: entry points.
