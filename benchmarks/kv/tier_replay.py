@@ -17,9 +17,9 @@ from pigou.kv.offload import RecomputeCost
 from pigou.kv.tier import Tier
 from pigou.kv.tier_eviction.lru import LruEviction, RankedEviction
 from pigou.kv.tier_eviction.policy import EvictionPolicy, TierSetting, load, make
+from pigou.models.gpus import GPUS
 from pigou.models.read import architecture
 from pigou.request import NEVER
-from pigou.sim.gpus import GPUS
 from pigou.sim.timing import RooflineTiming, StepShape
 
 MODEL, GPU = "llama-3.1-8b", "h200"

@@ -24,9 +24,9 @@ from benchmarks.lib.shared_folder import shared_folder
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Plan, Result
+from pigou.models.gpus import gpu, kv_blocks
 from pigou.models.read import architecture
 from pigou.request import NEVER, SECOND, Request
-from pigou.sim.gpus import gpu, kv_blocks
 from pigou.sim.timing import RooflineTiming, StepShape, Timing
 from pigou.sim.timing_profile import profile
 

@@ -19,8 +19,8 @@ from pigou.capacity.vram import (
 from pigou.cli import main
 from pigou.config import ConfigError
 from pigou.models.architecture import Architecture
+from pigou.models.gpus import GIB, gpu
 from pigou.models.read import architecture
-from pigou.sim.gpus import GIB, gpu
 
 #: Streams of the worked example: conversations, retrieval, agents at the p95 of their lengths.
 MIX = [(28, 1280), (8, 16_896), (4, 32_896)]

@@ -9,8 +9,8 @@ import pytest
 
 from pigou.config import ConfigError
 from pigou.models.architecture import Architecture
+from pigou.models.gpus import GPUS, kv_blocks
 from pigou.models.read import architecture, parse_architecture
-from pigou.sim.gpus import GPUS, kv_blocks
 from pigou.sim.timing import RooflineTiming, StepShape
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pigou.config import ConfigError
+from pigou.models.gpus import GPUS, gpu
 from pigou.models.read import architecture, read_architecture
-from pigou.sim.gpus import GPUS, gpu
 
 QWEN = {
     "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "head_dim": 128,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pigou.config import ConfigError
-from pigou.sim.gpus import GPUS, gpu
+from pigou.models.gpus import GPUS, gpu
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from timing_tables import write_tables
 
 from pigou.config import ConfigError
+from pigou.models.gpus import GPUS
 from pigou.models.read import architecture
-from pigou.sim.gpus import GPUS
 from pigou.sim.timing import RooflineTiming, StepShape, Timing
 from pigou.sim.timing_models import build_timing
 from pigou.sim.timing_profile import profile

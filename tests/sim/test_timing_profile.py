@@ -12,8 +12,8 @@ from timing_tables import CHUNKS, DECODES, KEYS, KVS, attention, write_tables
 
 from benchmarks.lib.shared_folder import shared_folder
 from pigou.config import ConfigError
+from pigou.models.gpus import GPUS
 from pigou.models.read import architecture
-from pigou.sim.gpus import GPUS
 from pigou.sim.timing import RooflineTiming, StepShape
 from pigou.sim.timing_profile import CAPTURED, ProfileTiming, find_tables, profile, read_tables
 

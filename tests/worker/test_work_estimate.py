@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pigou.engine.plan import Plan
+from pigou.models.gpus import gpu
 from pigou.models.read import architecture
-from pigou.sim.gpus import gpu
 from pigou.worker.device_use import WorkEstimate, estimate_of
 from pigou.worker.metrics import WorkerMetrics
 

@@ -13,7 +13,7 @@ import msgspec
 
 from pigou.config import ConfigError, check_bounds, option
 from pigou.models.architecture import Architecture
-from pigou.sim.gpus import GIB, SAMPLER_BYTES, Gpu, layer_bytes
+from pigou.models.gpus import GIB, SAMPLER_BYTES, Gpu, layer_bytes
 
 #: Bytes of an activation.
 _WIDTH = 2

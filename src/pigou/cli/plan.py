@@ -149,7 +149,7 @@ def plan(
 
 def read_gpus(text: str) -> dict[str, int]:
     """Read `H200:32,H100:64`."""
-    from pigou.sim.gpus import gpu as gpu_named
+    from pigou.models.gpus import gpu as gpu_named
 
     counts: dict[str, int] = {}
     for item in text.split(","):
@@ -166,7 +166,7 @@ def read_gpus(text: str) -> dict[str, int]:
 def gpu_prices(text: str, counts: Mapping[str, int]) -> dict[str, float]:
     """Read `default`, or `H200=4.0,H100=2.5`; all GPUs have a price, or none."""
     from pigou.cost.price_list import PriceList, read_prices
-    from pigou.sim.gpus import gpu as gpu_named
+    from pigou.models.gpus import gpu as gpu_named
 
     if text.strip() == "default":
         return {name: PriceList().gpu(name) for name in counts}

@@ -24,9 +24,9 @@ from pigou.cli.option_values import check_json, write_json
 from pigou.cli.progress import wide_console
 from pigou.config import ConfigError, RunError
 from pigou.models.architecture import Architecture
+from pigou.models.gpus import GIB, GIGA, Gpu
+from pigou.models.gpus import gpu as gpu_named
 from pigou.models.read import architecture
-from pigou.sim.gpus import GIB, GIGA, Gpu
-from pigou.sim.gpus import gpu as gpu_named
 
 _TERMS = ("weights", "cache", "activations", "adapters", "runtime", "scratch")
 _MARGIN = 0.3

@@ -5,21 +5,8 @@ In decode u is MBU; in prefill MFU over `FULL_MFU`, at most 1: power peaks below
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
-#: Board power limits by data sheet, watts. `cpu` is two server cores, assumed.
-MAX_WATTS: Mapping[str, float] = MappingProxyType(
-    {
-        "A100": 400.0, "A100-SXM4-40GB": 400.0, "A100-PCIE-80GB": 300.0, "A100-PCIE-40GB": 250.0,
-        "H100": 700.0, "H100-PCIE": 350.0, "H100-NVL": 400.0, "H200": 700.0, "H200-NVL": 600.0,
-        "B200": 1000.0, "B300": 1400.0, "GB200": 1200.0, "H20": 400.0, "H800": 700.0,
-        "MI300X": 750.0, "MI325X": 1000.0, "A10": 150.0, "A10G": 150.0, "L4": 72.0, "T4": 70.0,
-        "RTX5090": 575.0, "L40S": 350.0, "RTX4090": 450.0, "RTXPRO6000": 600.0,
-        "cpu": 14.0,
-    }
-)  # fmt: skip
 #: Fitted to half of Splitwise's A100 configurations; decode is off by 4% on the other half (`python
 #: -m benchmarks.capacity.energy`). Assumed for other GPUs.
 IDLE_SHARE, GAMMA, FULL_MFU = 0.217, 0.79, 0.44

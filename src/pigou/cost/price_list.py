@@ -9,22 +9,16 @@ from types import MappingProxyType
 import msgspec
 
 from pigou.config import ConfigError
+from pigou.models.gpus import GPUS
 
 #: Hours of a month as clouds count them: 8,760 / 12.
 MONTH_HOURS = 730.0
 HOUR_S = 3600.0
 GB = 1e9
-#: Dollars per GPU-hour: round figures for comparisons, no provider's offer; 2.5 and 4.0 are those
-#: of the worked examples. `cpu` is two cores of a host.
+#: Dollars per GPU-hour.
 GPU_HOUR_USD: Mapping[str, float] = MappingProxyType(
-    {
-        "A100": 1.8, "A100-SXM4-40GB": 1.3, "A100-PCIE-80GB": 1.6, "A100-PCIE-40GB": 1.2,
-        "H100": 2.5, "H100-PCIE": 2.2, "H100-NVL": 2.4, "H200": 4.0, "H200-NVL": 3.6,
-        "B200": 6.0, "B300": 7.0, "GB200": 7.0, "H20": 1.5, "H800": 2.5, "MI300X": 2.5,
-        "MI325X": 3.0, "A10": 0.6, "A10G": 0.75, "L4": 0.5, "T4": 0.35, "RTX5090": 0.7, "L40S": 1.0,
-        "RTX4090": 0.5, "RTXPRO6000": 1.8, "cpu": 0.08,
-    }
-)  # fmt: skip
+    {device.name: device.usd_hour for device in GPUS.values()}
+)
 #: Dollars per gigabyte (10^9 bytes) and month by storage kind; assumed.
 STORAGE_USD: Mapping[str, float] = MappingProxyType({"dram": 3.0, "nvme": 0.1, "object": 0.023})
 #: Storage kind of a tier by its name; others count as `nvme`.

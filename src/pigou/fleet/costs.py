@@ -15,10 +15,10 @@ from pigou.gateway.config import GatewayConfig
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.models import bundled_path
 from pigou.models.architecture import Architecture
+from pigou.models.gpus import gpu as gpu_named
 from pigou.models.read import architecture
 from pigou.request import Request, Role, Worker
 from pigou.sim.cost import gpu_rate, price_list
-from pigou.sim.gpus import gpu as gpu_named
 
 _ITEM = re.compile(r"(?:(prefill|decode|both)=)?([^=:,]+)(?::(\d+))?")
 

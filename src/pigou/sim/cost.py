@@ -6,16 +6,16 @@ from dataclasses import replace
 
 from pigou.config import ConfigError
 from pigou.cost.cost_meter import CostMeter
-from pigou.cost.energy import MAX_WATTS, PowerModel
+from pigou.cost.energy import PowerModel
 from pigou.cost.price_list import HOUR_S, PriceList, read_price_list
 from pigou.cost.usage import WorkerRate
 from pigou.models.architecture import Architecture
+from pigou.models.gpus import GIB
+from pigou.models.gpus import gpu as gpu_named
 from pigou.models.read import architecture
 from pigou.objectives import Objectives
 from pigou.request import Request, Worker
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
-from pigou.sim.gpus import GIB
-from pigou.sim.gpus import gpu as gpu_named
 from pigou.sim.setup import Setup
 
 
@@ -30,12 +30,11 @@ def gpu_rate(
 ) -> WorkerRate:  # fmt: skip
     """Return a worker's rate; `tiers` are bytes by name, beyond the device."""
     device = gpu_named(gpu)
-    watts = MAX_WATTS.get(device.name)
     rate = WorkerRate(
         usd_per_s=prices.gpu(device.name) * gpus / HOUR_S,
         storage_usd_per_s=prices.tier_usd_per_s(tiers or {}),
         gpus=gpus,
-        power=None if watts is None else PowerModel(watts),
+        power=PowerModel(device.max_watts),
         bytes_per_s=device.bandwidth * gpus,
     )
     if model is None:

@@ -4,7 +4,7 @@ Roofline (Williams et al. 2009), each matrix product with T tokens on each of p 
     max(2 * T * parameters / p / (peak * compute),
         (bytes of weights / p + bytes of input and output) / (bandwidth * streaming))
 Likewise attention, norms, the output layer and the ring sums of tensor parallelism. Efficiencies
-are the GPU's (`pigou.sim.gpus`); a layer adds its kernel launches.
+are the GPU's (`pigou.models.gpus`); a layer adds its kernel launches.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pigou.compiled import bare_kernel, inlined
 from pigou.config import ConfigError, check_bounds
 from pigou.engine.plan import Plan
 from pigou.models.architecture import Architecture, LayerKind, Matrix
+from pigou.models.gpus import Gpu
 from pigou.request import SECOND, Ints, Nanos
-from pigou.sim.gpus import Gpu
 
 _MASK = 2**64 - 1
 _STRIDE = 0x9E3779B97F4A7C15

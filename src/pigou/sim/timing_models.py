@@ -9,10 +9,10 @@ import msgspec
 
 from pigou.config import ConfigError, check_bounds
 from pigou.models.architecture import Architecture
+from pigou.models.gpus import gpu as find_gpu
+from pigou.models.gpus import kv_blocks
 from pigou.models.read import architecture
 from pigou.registry import read_struct
-from pigou.sim.gpus import gpu as find_gpu
-from pigou.sim.gpus import kv_blocks
 from pigou.sim.timing import PRESET_WORKERS, PRESETS, Law, LawTiming, RooflineTiming, Timing
 from pigou.sim.timing_measured import MeasuredTiming, read_measured
 from pigou.sim.timing_profile import profile

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from pigou.compiled import inlined, kernel
 from pigou.config import ConfigError
 from pigou.models.architecture import Architecture
+from pigou.models.gpus import Gpu
 from pigou.models.read import normalized, shape_name
 from pigou.request import Ints, Nanos
-from pigou.sim.gpus import Gpu
 from pigou.sim.timing import StepShape, Timing
 from pigou.small_file import read_text, read_yaml
 

@@ -15,7 +15,7 @@ import psutil
 from pigou.config import ConfigError
 from pigou.engine.plan import Plan
 from pigou.models.architecture import Architecture
-from pigou.sim.gpus import Gpu, gpu
+from pigou.models.gpus import Gpu, gpu
 
 log = logging.getLogger(__name__)
 #: Where Linux shows the energy counters of processors.

@@ -45,7 +45,7 @@ LENGTHS = RequestLengths(input=(128, 128), output=(256, 256), templates=5)
 POOL, BARGING = 100, 0.9
 _LINK = LinkConfig(gbps=390.0)
 #: Memory bandwidth of a B200 (HGX data sheet), and the share that reading weights reaches
-#: (`sim.gpus`).
+#: (`models.gpus`).
 _HBM_BYTES_PER_S, _STREAMED = 8e12, 0.9
 
 

@@ -14,9 +14,11 @@ import msgspec
 
 from pigou.capacity.plan.demand import Demand
 from pigou.config import ConfigError, EngineConfig
-from pigou.cost.energy import MAX_WATTS, PowerModel, joules_per_token
+from pigou.cost.energy import PowerModel, joules_per_token
 from pigou.cost.usage import usd_per_million_at
 from pigou.models.architecture import Architecture
+from pigou.models.gpus import gpu as gpu_named
+from pigou.models.gpus import kv_blocks
 from pigou.objectives import Slo
 from pigou.performance.model import PerformanceModel, joint_share
 from pigou.performance.pool_load import PoolLoad
@@ -24,8 +26,6 @@ from pigou.performance.speed import RequestMix
 from pigou.performance.split_load import SplitLoad
 from pigou.request import Role
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
-from pigou.sim.gpus import gpu as gpu_named
-from pigou.sim.gpus import kv_blocks
 from pigou.sim.network import LinkConfig
 from pigou.sim.pool_performance import measure_performance
 from pigou.sim.timing import RooflineTiming
@@ -137,9 +137,9 @@ class LoadFigures:
 def plan_joules_per_token(
     made: Configuration, figures: LoadFigures, mix: RequestMix, model: Architecture
 ) -> float | None:
-    """Return the joules of all GPUs for an output token; None where a GPU's power is not known."""
+    """Return the joules of all GPUs for an output token; None without load."""
     tok_s = figures.rate_rps * mix.osl
-    if tok_s <= 0.0 or any(name not in MAX_WATTS for name in made.gpus):
+    if tok_s <= 0.0:
         return None
     return joules_per_token(sum(_watts(pool, figures, mix, model) for pool in made.pools), tok_s)
 
@@ -150,7 +150,7 @@ def _watts(pool: PlannedPool, figures: LoadFigures, mix: RequestMix, model: Arch
     Prompts take their FLOPs at full power, streams (by Little's law) the rest of the time, or idle.
     """
     kind, device = pool.kind, gpu_named(pool.kind.gpu)
-    power = PowerModel(MAX_WATTS[device.name])
+    power = PowerModel(device.max_watts)
     if kind.kv_dtype:
         model = replace(model, kv_dtype=kind.kv_dtype)
     rate, prompts = figures.rate_rps / pool.workers, 0.0

@@ -10,8 +10,8 @@ import msgspec
 
 from pigou.capacity.plan.analysis import Analysis, Configuration, PlannedPool, WorkerKind
 from pigou.models.architecture import Architecture
+from pigou.models.gpus import gpu as gpu_named
 from pigou.request import Role
-from pigou.sim.gpus import gpu as gpu_named
 
 #: Batches and steps of workers that do both, of decode workers, and of prefill workers.
 _BATCHES = (32, 64, 128, 256, 512)

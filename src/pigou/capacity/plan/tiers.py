@@ -10,8 +10,8 @@ import numpy as np
 
 from pigou.capacity.plan.analysis import Analysis, Configuration
 from pigou.config import ConfigError
-from pigou.sim.gpus import GIB, GIGA
-from pigou.sim.gpus import gpu as gpu_named
+from pigou.models.gpus import GIB, GIGA
+from pigou.models.gpus import gpu as gpu_named
 from pigou.sim.setup import TierConfig
 from pigou.sim.workload import RequestSpec
 

@@ -40,6 +40,8 @@ class Gpu:
     launch: float = 2e-6  # launch seconds of a kernel in a CUDA graph
     step: float = 0.0  # fixed seconds per step
     source: str = ""
+    usd_hour: float = 0.0  # dollars per hour: a round figure, no provider's offer
+    max_watts: float = 0.0  # board power limit by data sheet; assumed for `cpu`
     link_gpus: int = 8  # GPUs of an NVLink domain, or the PCIe slots of a host
 
     def all_reduce(self, size: float, devices: int) -> float:
@@ -83,6 +85,8 @@ class _GpuRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     reached: tuple[float, float, float, float]  # compute, streaming, cache, attention
     launch_s: float = 2e-6
     step_s: float = 0.0
+    usd_hour: float
+    max_watts: float
     source: str
 
     def gpu(self) -> Gpu:
@@ -90,12 +94,13 @@ class _GpuRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             self.name, {dtype: peak * TERA for dtype, peak in self.tflops.items()},
             self.gb_s * GIGA, self.memory_bytes or int(self.memory_gib * GIB),
             self.link_gb_s * GIGA, self.link_latency_s, *self.reached, launch=self.launch_s,
-            step=self.step_s, source=self.source, link_gpus=self.link_gpus,
+            step=self.step_s, source=self.source, usd_hour=self.usd_hour,
+            max_watts=self.max_watts, link_gpus=self.link_gpus,
         )  # fmt: skip
 
 
 _ROWS = msgspec.json.decode(
-    files("pigou.sim").joinpath("gpus.json").read_bytes(), type=list[_GpuRow]
+    files("pigou.models").joinpath("gpus.json").read_bytes(), type=list[_GpuRow]
 )
 GPUS = {row.key: row.gpu() for row in _ROWS}
 
