@@ -20,7 +20,7 @@ import numpy as np
 from scipy.optimize import minimize
 
 from benchmarks.lib.shared_folder import shared_folder
-from pigou.cost.energy import FULL_MFU, GAMMA, IDLE_SHARE, PowerModel
+from pigou.models.gpus import FULL_MFU, GAMMA, IDLE_SHARE, PowerModel
 
 #: Parameters, layers, KV heads, query heads and width of a head; weights and KV in 16 bits.
 _MODELS = {"llama2-70b": (68.98e9, 80, 8, 64, 128), "bloom-176b": (176.2e9, 70, 112, 112, 128)}

@@ -19,9 +19,9 @@ from pigou.control.messages import (
     WorkerUp,
 )
 from pigou.cost.cost_meter import CostMeter, MeteredControlPlane
-from pigou.cost.energy import PowerModel
 from pigou.cost.fleet_bill import FleetBill
 from pigou.cost.usage import WorkerRate
+from pigou.models.gpus import PowerModel
 from pigou.request import SECOND, FinishReason, Rehearsed, Request, Role, Worker
 
 KV = 131_072.0

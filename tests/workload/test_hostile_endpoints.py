@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from pigou.workload import endpoint as bounded
+from pigou.workload.bench_config import ProfileConfig
 from pigou.workload.endpoint import (
     ApiFlavour,
     EndpointClient,
@@ -20,7 +21,6 @@ from pigou.workload.endpoint import (
     tokenize,
 )
 from pigou.workload.profiling.measure import find_target
-from pigou.workload.profiling.profile_config import ProfileConfig
 from pigou.workload.prompts import PromptJob
 from pigou.workload.token_counter import Failure
 

@@ -26,8 +26,8 @@ from pigou.cli.measure import fleet_token
 from pigou.cli.progress import WorkProgress
 from pigou.sim.timing_measured import WorkerProfile, seconds_at
 from pigou.wire.fleet_secret import VARIABLE
+from pigou.workload.bench_config import ProfileConfig
 from pigou.workload.profiling.measure import find_target
-from pigou.workload.profiling.profile_config import ProfileConfig
 
 STEP, EACH, TOKEN = 0.005, 0.0005, 0.0004
 LAW = f"law:itl_a={STEP},itl_b={EACH},prefill_token={TOKEN}"

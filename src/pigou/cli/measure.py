@@ -20,8 +20,7 @@ from pigou.cli.progress import WorkProgress, wide_console
 from pigou.request import SECOND
 from pigou.sim.setup import Setup, SweepConfig
 from pigou.stop_signals import StopSignals
-from pigou.workload.bench_config import BenchConfig, SweepTarget
-from pigou.workload.profiling.profile_config import ProfileConfig
+from pigou.workload.bench_config import BenchConfig, ProfileConfig, SweepTarget
 
 if TYPE_CHECKING:
     from pigou.performance.sweep_tables import SweepTables

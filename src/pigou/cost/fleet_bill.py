@@ -9,11 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pigou.cost.energy import kwh_per_million
 from pigou.cost.usage import Usage, UsageKey, total, usd_per_million
 
-#: Labels a bill can be grouped by.
-GROUPS = ("tenant", "model", "workload")
+KWH_JOULES = 3.6e6
 #: Fields that add up over fleets.
 _SUMS = ("gpu_s", "gpu_usd", "idle_usd", "open_usd", "storage_usd", "joules", "idle_joules",
          "open_joules")  # fmt: skip
@@ -52,7 +50,7 @@ class FleetBill:
         return 1.0 - self.idle_usd / self.gpu_usd if self.gpu_usd > 0 else 0.0
 
     def by(self, *labels: str) -> dict[tuple[str, ...], Usage]:
-        """Return usages grouped by labels of `GROUPS`."""
+        """Return usages grouped by fields of `UsageKey`."""
         sums: dict[tuple[str, ...], Usage] = {}
         for key, usage in self.usages.items():
             own = tuple(getattr(key, label) for label in labels)
@@ -109,7 +107,7 @@ class FleetBill:
             "prefill_joules": whole.prefill_joules,
             "decode_joules": whole.decode_joules,
             "joules_per_output_token": self.joules / tokens if tokens else None,
-            "kwh_per_million_output": kwh_per_million(self.joules / tokens) if tokens else None,
+            "kwh_per_million_output": self.joules / tokens * 1e6 / KWH_JOULES if tokens else None,
             "mean_watts": self.joules / self.seconds if self.seconds > 0 else 0.0,
         }
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from pigou.cost.energy import PowerModel
+from pigou.models.gpus import PowerModel
 
 
 def usd_per_million(usd: float, tokens: float) -> float | None:

@@ -1,7 +1,10 @@
-"""GPUs (`gpus.json`): peaks, the share of them that is reached, KV blocks that fit.
+"""GPUs (`gpus.json`): peaks, the share of them that is reached, KV blocks that fit, power.
 
 Peaks are dense, with float32 accumulation, from vendors' data sheets; efficiencies are measured,
 and name their source.
+
+Power is P = P_idle + (P_max - P_idle) u^gamma, with u the utilisation. In decode u is MBU; in
+prefill MFU over `FULL_MFU`, at most 1: power peaks below full FLOP/s.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ TERA, GIGA, GIB = 1e12, 1e9, 2**30
 #: float32 (4), sorted (4) with their indices (8), probabilities (4), their sums (4), mask (1),
 #: scattered back (4).
 SAMPLER_BYTES = 31
+#: Fitted to half of Splitwise's A100 configurations; decode is off by 4% on the other half (`python
+#: -m benchmarks.capacity.energy`). Assumed for other GPUs.
+IDLE_SHARE, GAMMA, FULL_MFU = 0.217, 0.79, 0.44
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +159,31 @@ def kv_blocks(
             f"raise tp, or take a larger gpu"
         )
     return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class PowerModel:
+    """Watts of one GPU by utilisation."""
+
+    max_w: float
+    idle_share: float = IDLE_SHARE  # idle watts over `max_w`
+    gamma: float = GAMMA  # exponent of utilisation
+    full_mfu: float = FULL_MFU  # prefill MFU at which `max_w` is reached
+
+    @property
+    def idle_w(self) -> float:
+        """Idle watts."""
+        return self.max_w * self.idle_share
+
+    def watts(self, use: float) -> float:
+        """Return the watts at a utilisation, clipped to 0..1."""
+        part: float = min(max(use, 0.0), 1.0) ** self.gamma
+        return self.idle_w + (self.max_w - self.idle_w) * part
+
+    def decode_watts(self, mbu: float) -> float:
+        """Return decode watts at a memory bandwidth utilisation."""
+        return self.watts(mbu)
+
+    def prefill_watts(self, mfu: float) -> float:
+        """Return prefill watts at an MFU."""
+        return self.watts(mfu / self.full_mfu)

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from pigou.config import ConfigError
 from pigou.cost.cost_meter import CostMeter
-from pigou.cost.energy import PowerModel
 from pigou.cost.price_list import HOUR_S, PriceList, read_price_list
 from pigou.cost.usage import WorkerRate
 from pigou.models.architecture import Architecture
-from pigou.models.gpus import GIB
+from pigou.models.gpus import GIB, PowerModel
 from pigou.models.gpus import gpu as gpu_named
 from pigou.models.read import architecture
 from pigou.objectives import Objectives

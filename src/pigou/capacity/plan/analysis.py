@@ -14,11 +14,10 @@ import msgspec
 
 from pigou.capacity.plan.demand import Demand
 from pigou.config import ConfigError, EngineConfig
-from pigou.cost.energy import PowerModel, joules_per_token
 from pigou.cost.usage import usd_per_million_at
 from pigou.models.architecture import Architecture
+from pigou.models.gpus import PowerModel, kv_blocks
 from pigou.models.gpus import gpu as gpu_named
-from pigou.models.gpus import kv_blocks
 from pigou.objectives import Slo
 from pigou.performance.model import PerformanceModel, joint_share
 from pigou.performance.pool_load import PoolLoad
@@ -141,7 +140,7 @@ def plan_joules_per_token(
     tok_s = figures.rate_rps * mix.osl
     if tok_s <= 0.0:
         return None
-    return joules_per_token(sum(_watts(pool, figures, mix, model) for pool in made.pools), tok_s)
+    return sum(_watts(pool, figures, mix, model) for pool in made.pools) / tok_s
 
 
 def _watts(pool: PlannedPool, figures: LoadFigures, mix: RequestMix, model: Architecture) -> float:

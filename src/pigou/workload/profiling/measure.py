@@ -15,6 +15,7 @@ import numpy as np
 
 from pigou.request import SECOND
 from pigou.wire.metrics_text import RUNNING, WAITING, cache_config, totals
+from pigou.workload.bench_config import ProfileConfig
 from pigou.workload.endpoint import (
     ApiFlavour,
     EndpointClient,
@@ -38,7 +39,6 @@ from pigou.workload.profiling.fit import (
     spreads,
     window,
 )
-from pigou.workload.profiling.profile_config import ProfileConfig
 from pigou.workload.prompts import WORDS, PromptJob
 from pigou.workload.token_counter import SentRequest, Stream
 

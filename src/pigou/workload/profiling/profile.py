@@ -10,10 +10,10 @@ import msgspec
 
 from pigou import __version__
 from pigou.sim.timing_measured import WorkerProfile
+from pigou.workload.bench_config import ProfileConfig
 from pigou.workload.endpoint import EndpointError, open_session, until_stopped
 from pigou.workload.profiling.fit import FitError, Measurements, errors, fit
 from pigou.workload.profiling.measure import Measuring, Watch, find_target
-from pigou.workload.profiling.profile_config import ProfileConfig
 
 
 @dataclass(frozen=True)
