@@ -22,6 +22,11 @@ _SMALL = "--model llama-3.1-8b --gpu H100 --blocks 2500"
 _CLOSED = "--workload closed:C=128,in=128,out=128,templates=5,ramp=6,hold=40"
 _PREFIXES = "--workload poisson:rate=36,in=256:3000,out=16:200,templates=90,hold=20"
 _AGENTS = "--workload {agents},C=10 --fleet 2xboth --model llama-3.1-8b --gpu H100 --blocks 700"
+_STEPS = "closed:C=6x30/160x60/6x70,in=600:1400,out=100:200"
+_PLANNED = (
+    "--model llama-3.1-8b --gpu L40S --planner price --slo ttft=1s,itl=50ms --max-workers 8 "
+    "--start-up 8 --planner-interval 5"
+)
 _FLOOD = "--fleet 2xboth --model llama-3.1-8b --gpu L40S --workload {flood}"
 
 
@@ -276,6 +281,19 @@ SIMULATIONS: dict[str, Simulation] = {
         "the bandit controller, connections taken last in first out", "dynamo-paper",
         f"{_CLOSED},pool=80,take=lifo,barging=0.5 --fleet 1p+2d --timing law:70b "
         "--controller bandit",
+    ),
+    # --- planners: the fleet grows and shrinks -------------------------------------------------
+    "planner-price": _policy(
+        "the price planner on a load that steps up and down, aggregated workers", "toll",
+        f"--workload {_STEPS} --fleet 1xboth {_PLANNED}", report=True,
+    ),
+    "planner-price-split": _policy(
+        "the price planner on prefill and decode pools", "toll",
+        f"--workload {_STEPS} --fleet 1p+1d {_PLANNED}",
+    ),
+    "planner-dynamo": _policy(
+        "Dynamo's planner by load on prefill and decode pools", "toll",
+        f"--workload {_STEPS} --fleet 1p+1d {_PLANNED}".replace("price", "dynamo-load"),
     ),
     # --- experiments ---------------------------------------------------------------------------
     "experiment-table4": Simulation(
