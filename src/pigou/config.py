@@ -423,11 +423,11 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_queued", "max_queued_tokens", "max_inflight", "max_inflight_tokens",
-            "max_request_inflight", "prefill_ahead_ms", "queue_timeout", "seed", "max_decisions"
-        ):  # fmt: skip
-            check_bounds(name, getattr(self, name), ge=0)
+        check_fields(
+            self, "max_queued", "max_queued_tokens", "max_inflight", "max_inflight_tokens",
+            "max_request_inflight", "prefill_ahead_ms", "queue_timeout", "seed", "max_decisions",
+            ge=0,
+        )  # fmt: skip
         for tenant, weight in self.tenant_weights.items():
             check_bounds(f"tenant_weights of {tenant!r}", weight, gt=0)
         check_bounds("temperature", self.temperature, ge=0)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds, option
+from pigou.config import ConfigError, check_bounds, check_fields, option
 from pigou.models.architecture import Architecture
 from pigou.models.gpus import GIB, SAMPLER_BYTES, Gpu, layer_bytes
 
@@ -47,8 +47,9 @@ class VramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ] = ("q", "k", "v", "o")
 
     def __post_init__(self) -> None:
-        for name in ("tp", "block_size", "max_batched_tokens", "max_seqs", "adapter_rank"):
-            check_bounds(name, getattr(self, name), ge=1)
+        check_fields(
+            self, "tp", "block_size", "max_batched_tokens", "max_seqs", "adapter_rank", ge=1,
+        )  # fmt: skip
         check_bounds("utilization", self.utilization, gt=0, le=1)
         check_bounds("adapters", self.adapters, ge=0)
         check_bounds("runtime_gib", self.runtime_gib, ge=0)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds, is_http_url, option
+from pigou.config import ConfigError, check_bounds, check_fields, is_http_url, option
 from pigou.gateway.config import Overflow
 from pigou.placement.gang import Pack
 from pigou.placement.topology import TopologyLevel
@@ -141,10 +141,11 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     max_backoff_s: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("every", "timeout", "start", "min_backoff_s", "max_backoff_s"):
-            check_bounds(name, getattr(self, name), gt=0, unit=" seconds")
-        for name in ("hang", "drain"):
-            check_bounds(name, getattr(self, name), ge=0)
+        check_fields(
+            self, "every", "timeout", "start", "min_backoff_s", "max_backoff_s", gt=0,
+            unit=" seconds",
+        )  # fmt: skip
+        check_fields(self, "hang", "drain", ge=0)
         check_bounds("failures", self.failures, ge=1)
 
 

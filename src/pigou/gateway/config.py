@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds, option
+from pigou.config import ConfigError, check_fields, option
 from pigou.tracing.config import TracingConfig
 from pigou.wire.names import is_loopback
 from pigou.wire.openai_requests import MODES
@@ -152,8 +152,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it must be in [0, 65535]")
-        for name in ("max_body", "max_line", "max_header", "max_headers"):
-            check_bounds(name, getattr(self, name), ge=1)
+        check_fields(self, "max_body", "max_line", "max_header", "max_headers", ge=1)
         if not 0 <= self.client_timeout < float("inf"):
             raise ConfigError(
                 f"client_timeout is {self.client_timeout}; it must be 0 or more seconds"
@@ -175,8 +174,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             )
 
     def _check_connections(self) -> None:
-        for name in ("max_connections", "max_peer_connections"):
-            check_bounds(name, getattr(self, name), ge=0)
+        check_fields(self, "max_connections", "max_peer_connections", ge=0)
         for name in ("head_timeout", "keepalive"):
             if not 0 < getattr(self, name) <= 86_400:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be in (0, 86400]")

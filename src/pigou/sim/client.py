@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds
+from pigou.config import ConfigError, check_bounds, check_fields
 from pigou.request import SECOND
 from pigou.sim.arrival_rate import MAX_SECONDS
 from pigou.sim.request_run import RequestRun, RunOutcome
@@ -38,10 +38,8 @@ class ClientConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     backoff: float = 0.5  # seconds before the first retry, doubled for each more; times 0.5 to 1
 
     def __post_init__(self) -> None:
-        for name in ("pool", "retries"):
-            check_bounds(name, getattr(self, name), ge=0)
-        for name in ("timeout", "backoff"):
-            check_bounds(name, getattr(self, name), ge=0, le=MAX_SECONDS, unit=" seconds (a year)")
+        check_fields(self, "pool", "retries", ge=0)
+        check_fields(self, "timeout", "backoff", ge=0, le=MAX_SECONDS, unit=" seconds (a year)")
         check_bounds("barging", self.barging, ge=0, lt=1)
         if self._max_retry_s > MAX_SECONDS:
             raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds, option
+from pigou.config import ConfigError, check_bounds, check_fields, option
 from pigou.control.planner.config import PlannerConfig, RequestClassConfig, check_wait
 from pigou.placement.gang import Pack
 from pigou.placement.topology import Distance, DistanceCosts, Node
@@ -238,11 +238,8 @@ class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     fails: tuple[Outage, ...] = ()  # outages
 
     def __post_init__(self) -> None:
-        for name, minimum in (
-            ("count", 1), ("block_size", 1), ("blocks", 0), ("max_seqs", 0),
-            ("max_batched_tokens", 0), ("tp", 0),
-        ):  # fmt: skip
-            check_bounds(name, getattr(self, name), ge=minimum)
+        check_fields(self, "count", "block_size", ge=1)
+        check_fields(self, "blocks", "max_seqs", "max_batched_tokens", "tp", ge=0)
         if self.tiers and not self.prefix_caching:
             raise ConfigError("prefix_caching is off, and tiers are given; leave one of them out")
         check_wait("starts", self.starts, 1)
@@ -267,8 +264,7 @@ class Signals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ConfigError(
                 f"report_every_ms is {self.report_every_ms}; it must be at least 1, or 0 for none"
             )
-        for name in ("event_loss", "report_loss"):
-            check_bounds(name, getattr(self, name), ge=0, le=1)
+        check_fields(self, "event_loss", "report_loss", ge=0, le=1)
 
 
 class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds
+from pigou.config import ConfigError, check_fields
 from pigou.kv.resharding import TransferSplit
 from pigou.sim.virtual_clock import Clock, Event, Phase
 
@@ -37,8 +37,7 @@ class LinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def __post_init__(self) -> None:
         if self.gbps and not _MIN_GBPS <= self.gbps < math.inf:
             raise ConfigError(f"gbps is {self.gbps}; it must be 0, or at least {_MIN_GBPS:g}")
-        for name in ("latency_us", "message_us"):
-            check_bounds(name, getattr(self, name), ge=0, le=_MAX_LATENCY_US)
+        check_fields(self, "latency_us", "message_us", ge=0, le=_MAX_LATENCY_US)
 
     @property
     def nanos_per_byte(self) -> float:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.config import ConfigError, check_bounds
+from pigou.config import ConfigError, check_fields
 from pigou.request import SECOND, Nanos
 from pigou.sim.timing import StepKey, StepShape
 from pigou.small_file import read_bytes
@@ -60,8 +60,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 f"blocks is {self.blocks} and block_size {self.block_size}; give both, above 0, or "
                 "none"
             )
-        for name in ("alone", "context", "prompt", "overhead"):
-            check_bounds(name, getattr(self, name), ge=0, unit=" seconds")
+        check_fields(self, "alone", "context", "prompt", "overhead", ge=0, unit=" seconds")
         for name, first in (("decodes", 1), ("prompts", 0), ("cache", 0)):
             curve: TimeCurve = getattr(self, name)
             xs = [x for x, _ in curve]

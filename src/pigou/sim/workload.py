@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import kernel
-from pigou.config import ConfigError, check_bounds
+from pigou.config import ConfigError, check_bounds, check_fields
 from pigou.request import SECOND, BlockHashes
 from pigou.sim.arrival_rate import MAX_CV, MAX_SECONDS, MIN_CV, RateSchedule, renewal_times
 
@@ -140,8 +140,9 @@ class ClosedLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 )
         if not self.phases:
             raise ConfigError("closed: no phase is given; write C=USERS,hold=SECONDS")
-        for name in ("ramp", "barrier", "think", "seconds"):
-            check_bounds(name, getattr(self, name), ge=0, le=MAX_SECONDS, unit=" (a year)")
+        check_fields(
+            self, "ramp", "barrier", "think", "seconds", ge=0, le=MAX_SECONDS, unit=" (a year)",
+        )  # fmt: skip
         check_bounds("n", self.requests, ge=0)
 
     @property

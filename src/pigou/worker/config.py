@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from pigou.config import ConfigError, EvictionConfig, QueueOrder, check_bounds, option
+from pigou.config import ConfigError, EvictionConfig, QueueOrder, check_bounds, check_fields, option
 from pigou.kv.tier_config import HOST, TierOption, check_names
 from pigou.logs import AccessLogOption, LogFormatOption, LogLevelOption
 from pigou.placement.topology import read_location
@@ -217,12 +217,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         read_location(self.location)
-        for name in ("threads", "block_size", "max_seqs", "max_batched_tokens", "repeat",
-                     "max_body"):  # fmt: skip
-            check_bounds(name, getattr(self, name), ge=1)
-        for name in ("blocks", "memory", "host_blocks", "max_model_len", "max_waiting", "drain",
-                     "max_background_tokens"):  # fmt: skip
-            check_bounds(name, getattr(self, name), ge=0)
+        check_fields(
+            self, "threads", "block_size", "max_seqs", "max_batched_tokens", "repeat", "max_body",
+            ge=1,
+        )  # fmt: skip
+        check_fields(
+            self, "blocks", "memory", "host_blocks", "max_model_len", "max_waiting", "drain",
+            "max_background_tokens", ge=0,
+        )  # fmt: skip
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; give 0 (any free port) to 65535")
         check_bounds("kv_lease", self.kv_lease, gt=0, unit=" seconds")

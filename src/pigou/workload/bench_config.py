@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds, is_http_url, option
+from pigou.config import ConfigError, check_bounds, check_fields, is_http_url, option
 from pigou.objectives import Slo
 
 if TYPE_CHECKING:
@@ -111,12 +111,11 @@ class ProfileConfig(EndpointConfig, frozen=True, forbid_unknown_fields=True, kw_
 
     def __post_init__(self) -> None:
         EndpointConfig.__post_init__(self)
-        for name, minimum in (
-            ("max_batched_tokens", 0), ("max_seqs", 0), ("max_request_tokens", 0), ("repeats", 1),
-            ("steps", 4), ("seed", 0)
-        ):  # fmt: skip
-            value = getattr(self, name)
-            check_bounds(name, minimum if value is None else value, ge=minimum)
+        check_fields(self, "max_batched_tokens", "max_seqs", "max_request_tokens", ge=0)
+        check_bounds("repeats", self.repeats, ge=1)
+        check_bounds("steps", self.steps, ge=4)
+        if self.seed is not None:
+            check_bounds("seed", self.seed, ge=0)
         if self.max_request_tokens and self.max_request_tokens < 128:
             raise ConfigError(
                 f"max_request_tokens is {self.max_request_tokens}; give at least 128, or 0 "

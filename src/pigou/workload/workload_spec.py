@@ -15,7 +15,7 @@ from typing import Self, TypeVar
 import msgspec
 import numpy as np
 
-from pigou.config import ConfigError, check_bounds
+from pigou.config import ConfigError, check_fields
 from pigou.registry import read_struct
 from pigou.request import SECOND
 from pigou.sim.arrival_rate import (
@@ -144,11 +144,9 @@ class _Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     cv: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("speed", "scale"):
-            check_bounds(name, getattr(self, name), gt=0)
+        check_fields(self, "speed", "scale", gt=0)
         check_cv("cv", self.cv)
-        for name in ("sessions", "C"):
-            check_bounds(name, getattr(self, name), ge=0)
+        check_fields(self, "sessions", "C", ge=0)
         if self.C and self.rate:
             raise ConfigError("give C (sessions at once) or rate, not both")
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_fields
 from pigou.kv.hashing import chain
 from pigou.request import SECOND, BlockHashes
 from pigou.wire.errors import bad_request
@@ -156,9 +156,7 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     max_connections: int = 128  # max concurrent receivers of a Sender
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        check_fields(self, *_POSITIVE, ge=1)
         if self.max_hold < self.lease:
             raise ConfigError(f"max_hold is {self.max_hold}; it must be at least lease")
         if not 0 <= self.port <= 65535:
