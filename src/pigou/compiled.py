@@ -174,8 +174,8 @@ def share(kernel: Any, stamp: Any = None) -> Any:
 
     Args:
         kernel: a dispatcher of `njit(cache=True)`.
-        stamp: what its source must be like for a cached entry to hold; None leaves it to numba,
-            which looks at the kernel's own file.
+        stamp: state of the source under which a cached entry is valid; None leaves that to numba,
+            which stamps the kernel's own file.
     """
     cache, compile_ = kernel._cache, kernel.compile
     if not hasattr(cache, "_cache_file"):

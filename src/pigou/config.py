@@ -146,8 +146,8 @@ def option(help: str, group: str = OTHER_OPTIONS, **rest: Any) -> msgspec.Meta:
     """Return the annotation that makes an option of a field.
 
     Args:
-        help: what it does; it is the field's description, too.
-        group: heading that it stands under in the help.
+        help: effect of the option, shown by `--help`; the field's description, too.
+        group: heading in the help.
         rest: further attributes of `Option`.
 
     For example:

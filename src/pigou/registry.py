@@ -39,7 +39,7 @@ LAB_NAMES = {
     "sglang-cache-aware",
     "pigou.token_eviction": "fifo h2o lru oracle random snapkv streaming",
 }
-_LAB_REMEDY = "pip install ./lab in a checkout of Pigou"
+_LAB_REMEDY = f"pip install ./lab {_WHERE}"
 T = TypeVar("T", bound=msgspec.Struct)
 #: Entry points of all groups; a lookup reads the metadata of every installed distribution.
 _entry_points = cache(entry_points)

@@ -234,7 +234,7 @@ class BlockStored(msgspec.Struct, frozen=True):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True):
-    """Blocks can no longer be hit: their memory was handed out again."""
+    """Blocks can no longer be hit: their memory was reused."""
 
     hashes: BlockHashes  # shape (blocks, 2)
     medium: Medium = Medium.DEVICE

@@ -457,7 +457,7 @@ def write(
     Pictures of the page that was there before are removed.
 
     Args:
-        data: what the page shows; None writes none.
+        data: figures of the page, for `report.json`; None writes none.
         on_file: called with the name of a file before it is made.
 
     Raises:

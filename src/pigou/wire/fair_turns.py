@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class FairTurns:
-    """Places that tenants take in turn, whoever came first. Event loop only."""
+    """Places granted to waiting tenants round-robin. Event loop only."""
 
     def __init__(self, places: int, max_per_tenant: int | None = None) -> None:
         self._free = places

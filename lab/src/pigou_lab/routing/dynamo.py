@@ -53,7 +53,7 @@ def aggregated_costs(
         candidates: their prefill (-1: local) and decode workers, (candidates,) each.
         load: `prefill_tokens`, `decode_tokens`, `decode_requests` of `FleetView`, (workers,) each.
         tiers: cached blocks on device, host and disk, (workers,) each.
-        weights: of blocks to compute; of cached blocks per tier; of requests.
+        weights: per block to compute, per cached block of each tier, per request.
         costs: output, `PARTS` and the sum, shape (4, candidates).
     """
     prefills, decodes = roles

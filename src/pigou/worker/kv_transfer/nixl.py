@@ -292,7 +292,7 @@ class NixlImport(ReceiveBackend):
             raise TransferError(TransferReason.CUT, f"a read by NIXL failed: {why or state}")
 
     def _end(self, handle: Any, metadata: bytes, done: bool) -> None:
-        """Free a read; its blocks are handed on only once nothing can write to them."""
+        """Free a read; return once nothing can write to its blocks."""
         began, logged = time.monotonic(), False
         released = self._agent.release(handle)
         if not done:

@@ -42,7 +42,7 @@ class ArrivalParams(PredictorParams, frozen=True, kw_only=True):
 
 
 class ArrivalRate(CalibratedPredictor):
-    """Weighted mean of counts since the last change, found by a likelihood ratio.
+    """Weighted mean of counts since the last change, detected by a likelihood ratio.
 
     Each split of the window has n0 arrivals in the b older seconds, n1 in the a newer ones, N = n0
     + n1. The generalised likelihood ratio of two Poisson rates against one is
