@@ -12,6 +12,7 @@ from rich.console import Console
 from pigou.cli.option_values import check_json, write_json
 from pigou.config import ConfigError
 from pigou.small_file import read_bytes
+from pigou.wire.errors import DECODING_ERRORS
 
 #: Bytes of a file of windows.
 _MAX_WINDOWS = 1 << 30
@@ -101,7 +102,7 @@ def _windows(target: str, journal: str, seconds: float, key: str) -> tuple[Fleet
         raise ConfigError(
             f"{target!r} is no URL (http://HOST:8000), and cannot be read: {error.strerror}"
         ) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except DECODING_ERRORS as error:
         raise ConfigError(f"{target} is no JSON: {error}; give what --json wrote") from None
     windows = None
     if isinstance(document, dict):

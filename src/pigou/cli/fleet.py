@@ -15,6 +15,7 @@ from pigou.config import ConfigError, RunError, is_http_url
 from pigou.fleet.kubernetes.definitions import OperatorConfig, definitions_yaml
 from pigou.logs import configure
 from pigou.registry import require
+from pigou.wire.errors import DECODING_ERRORS
 
 fleet = typer.Typer(
     help="List and change the workers of a running gateway.",
@@ -181,7 +182,7 @@ def ask(url: str, key: str, method: str, path: str, body: Any = None) -> dict[st
 def _message(body: bytes) -> str:
     try:
         error = msgspec.json.decode(body, type=dict[str, Any]).get("error")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except DECODING_ERRORS:
         return ""
     return str(error.get("message", "")) if isinstance(error, dict) else ""
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from pigou.wire.errors import DECODING_ERRORS
+
 #: Extra seconds per planned token: a long prefill is no hang.
 TOKEN_S = 0.01
 #: Cap on the planned tokens that count.
@@ -47,7 +49,7 @@ def read_health(body: bytes) -> Health:
     """Return the content of a `/health` body; empty where it has another shape."""
     try:
         return msgspec.json.decode(body, type=Health)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except DECODING_ERRORS:
         return Health()
 
 

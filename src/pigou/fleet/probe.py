@@ -15,6 +15,7 @@ from pigou.gateway.proxy.upstream import Engine, ServedName, ServedNames, Upstre
 from pigou.request import UNKNOWN_LOCATION, Location, Rehearsed
 from pigou.wire import metrics_text
 from pigou.wire.bodies import read_page
+from pigou.wire.errors import DECODING_ERRORS
 from pigou.wire.fleet_secret import NONCE, PROOF, FleetSecret
 from pigou.wire.names import MAX_TEXT, deployment_version, reachable, text
 
@@ -212,7 +213,7 @@ def _json(body: bytes) -> dict[str, Any]:
     """Return an optional page's object; empty where a server has no such page."""
     try:
         value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except DECODING_ERRORS:
         return {}
     return value if isinstance(value, dict) else {}
 

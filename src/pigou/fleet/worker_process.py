@@ -21,6 +21,7 @@ from pigou.fleet.config import FleetError
 from pigou.fleet.hang_detection import EngineProgress, read_heartbeat
 from pigou.logs import relay
 from pigou.small_file import read_bytes, read_text
+from pigou.wire.errors import DECODING_ERRORS
 from pigou.wire.fleet_secret import DESCRIPTOR, FleetSecret
 from pigou.worker.kv_transfer.block_store import remove_orphans
 
@@ -246,7 +247,7 @@ class WorkerProcess:
         while line := await _line(stdout):
             try:
                 heartbeat = msgspec.json.decode(line, type=dict[str, Any]).get("heartbeat")
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            except DECODING_ERRORS:
                 _log.info("%s | %s", self._name, line.decode("utf-8", "replace").rstrip())
             else:
                 self.heartbeat = read_heartbeat(heartbeat) or self.heartbeat

@@ -10,6 +10,7 @@ from pigou.config import ConfigError, wrong
 from pigou.performance.model import PerformanceModel
 from pigou.request import Role
 from pigou.small_file import read_bytes
+from pigou.wire.errors import DECODING_ERRORS
 
 
 class PromptPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -70,7 +71,7 @@ class SweepTables(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             tables = msgspec.json.decode(text, type=cls)
         except msgspec.ValidationError as error:
             raise ConfigError(f"performance: {wrong(error, cls, {})}") from error
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except DECODING_ERRORS as error:
             raise ConfigError(f"performance: {error}; give a file of `pigou sweep`") from error
         if not (tables.prompts and tables.decode):
             raise ConfigError("performance: prompts and decode need a point each; sweep again")

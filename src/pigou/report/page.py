@@ -23,6 +23,7 @@ from pigou.report.figure import COLOURS, Axis, Bars, Chart, Figure, Heat, durati
 from pigou.report.figure_plotly import drawing
 from pigou.report.run_record import RunRecord, Samples
 from pigou.small_file import read_bytes
+from pigou.wire.errors import DECODING_ERRORS
 
 #: Share of offered requests that may fail before a run is bad, not only fair.
 MAX_FAILED_SHARE = 0.01
@@ -512,7 +513,7 @@ def load(name: str) -> Any:
         return msgspec.json.decode(read_bytes(path, _MAX_PAGE))
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except DECODING_ERRORS as error:
         raise ConfigError(f"{path} is not JSON: {error}; name what pigou wrote") from error
 
 

@@ -17,6 +17,7 @@ from pigou.config import ConfigError, check_fields
 from pigou.request import SECOND, Nanos
 from pigou.sim.timing import StepKey, StepShape
 from pigou.small_file import read_bytes
+from pigou.wire.errors import DECODING_ERRORS
 
 #: File format version; changes when a key's meaning does.
 FORMAT = 2
@@ -100,7 +101,7 @@ def read_measured(path: Path) -> WorkerProfile:
         return msgspec.json.decode(read_bytes(path), type=WorkerProfile)
     except OSError as error:
         raise ConfigError(f"timing: {path} cannot be read: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except DECODING_ERRORS as error:
         raise ConfigError(
             f"timing: {path} is no file of `pigou profile`, or of an older one: {error}"
         ) from error

@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from pigou.config import RunError
+from pigou.wire.errors import DECODING_ERRORS
 from pigou.wire.sse import EventTooLong, Reader
 from pigou.workload.prompts import PromptJob
 from pigou.workload.token_counter import BrokenStream, Failure, SentRequest, Stream, TokenCounter
@@ -292,5 +293,5 @@ def decoded(reply: tuple[int, bytes], kind: type[_T]) -> _T | None:
         return None
     try:
         return msgspec.json.decode(reply[1], type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except DECODING_ERRORS:
         return None

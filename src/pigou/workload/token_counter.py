@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pigou.wire.errors import DECODING_ERRORS
 from pigou.wire.sse import DONE_PAYLOAD
 
 #: Source of a chunk's number of tokens: a running usage, a usage of its own, token ids, or none
@@ -139,7 +140,7 @@ class TokenCounter:
             return
         try:
             chunk = _DECODER.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except DECODING_ERRORS as error:
             raise BrokenStream("malformed chunk", f"{error}: {payload[:200]!r}") from error
         if chunk.error:
             raise BrokenStream("error event", _message(chunk.error))
