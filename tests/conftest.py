@@ -99,30 +99,23 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         warm_up.wait()
 
 
-#: Folders whose tests start fleets of processes, and fixtures of fleets that files share.
-FLEETS, SHARED_FLEETS = {"e2e", "hostile", "peers"}, {"real", "sleeping"}
+#: Folders whose tests start fleets of processes, which fill the cores: one test at a time.
+FLEETS = {"e2e", "hostile", "peers"}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give each process of `-n` whole files, so that fixtures of a module are made once.
 
-    Tests that start fleets are two groups, those of shared fleets and the rest, which run first,
-    one after another, beside the others: they are the longest.
+    Tests that start fleets are one group: they run one after another, beside the others, and
+    first, since they take longest.
     """
     here = Path(__file__).parent
-    files = {item: item.path.relative_to(here) for item in items}
-    shared = {files[item] for item in items if SHARED_FLEETS & set(_fixtures(item))}
-    for item, file in files.items():
-        group = str(file)
-        if file.parts[0] in FLEETS:
-            group = "shared fleets" if file in shared else "fleets"
+    for item in items:
+        path = item.path.relative_to(here)
+        group = "fleets" if path.parts[0] in FLEETS else str(path)
         item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: files[item].parts[0] not in FLEETS)
-
-
-def _fixtures(item: pytest.Item) -> list[str]:
-    return item.fixturenames if isinstance(item, pytest.Function) else []
+    items.sort(key=lambda item: item.path.relative_to(here).parts[0] not in FLEETS)
 
 
 def pytest_collection_finish() -> None:
