@@ -46,10 +46,10 @@ COMMON = {
     "worker": "model role device dtype threads host port blocks memory block_size max_seqs "
     "max_batched_tokens max_model_len kv_transfer tier timing log_level fleet_secret_file registry "
     "prefill_queue",
-    "bench": "model api_key chat concurrency rate requests duration warmup input output ignore_eos "
-    "prefixes prefix_length trace sessions seed timeout slo json",
+    "bench": "model api_key chat concurrency rate count duration warmup input output ignore_eos "
+    "prefixes prefix_length trace sessions seed timeout slo json requests",
     "simulate": "workload fleet model gpu tp timing blocks engine tier prefill_queue prices policy "
-    "admission seed slo planner gateways json report",
+    "admission seed slo planner gateways json requests report",
     "sweep": "isl workers utilisation requests concurrency contexts osl model gpu tp timing blocks "
     "max_seqs engine seed out url decode_workers api_key",
 }

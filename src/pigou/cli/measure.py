@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -17,6 +18,7 @@ from pigou.background import run_async
 from pigou.cli.config_options import Override
 from pigou.cli.option_values import check_json, json_file, write_json
 from pigou.cli.progress import WorkProgress, wide_console
+from pigou.config import ConfigError
 from pigou.request import SECOND
 from pigou.sim.setup import Setup, SweepConfig
 from pigou.stop_signals import StopSignals
@@ -71,28 +73,47 @@ def bench(
     json: Annotated[
         str, typer.Option(help="File to write the figures to.", rich_help_panel="Results")
     ] = "",
+    requests: Annotated[
+        str,
+        typer.Option(
+            help="File to write each request to, as JSON lines that --trace reads; "
+            "a number stands for --count.",
+            rich_help_panel="Results",
+        ),
+    ] = "",
 ) -> None:
     """Load an OpenAI endpoint, and measure its latency and throughput."""
     from pigou.workload.bench import document
+    from pigou.workload.trace_formats import write_rows
 
+    if requests.isdecimal():
+        if config.requests is not None:
+            raise ConfigError(
+                f"--requests is {requests}, and --count {config.requests}; give the number once, "
+                "and --requests a file"
+            )
+        config, requests = msgspec.structs.replace(config, requests=int(requests)), ""
     check_json(json)
+    check_json(requests, "--requests")
     if token := fleet_token(config.base):
         config = msgspec.structs.replace(config, api_key=token)
-    result = _run_bench(config)
+    result = _run_bench(config, bool(requests))
     if result is None:
         typer.echo("pigou bench: stopped before anything was measured", err=True)
         raise typer.Exit(_INTERRUPTED)
     _show_bench(config, result)
     write_json("--json", json, document(config, result))
+    if requests:
+        write_rows(Path(requests), result.rows)
     raise typer.Exit(_INTERRUPTED if result.interrupted else int(result.summary.failed > 0))
 
 
-def _run_bench(config: BenchConfig) -> BenchResult | None:
+def _run_bench(config: BenchConfig, keep_rows: bool) -> BenchResult | None:
     from pigou.workload.bench import bench as run_bench
 
     async def main() -> BenchResult | None:
         with WorkProgress() as progress, stop_on_signals() as stop:
-            return await run_bench(config, stop, _watcher(config, progress))
+            return await run_bench(config, stop, _watcher(config, progress), keep_rows)
 
     return run_async(main())
 

@@ -102,13 +102,13 @@ def _read(text: str) -> object:
         return text
 
 
-def check_json(file: str) -> None:
-    """Refuse a `--json` that cannot be written, before anything runs; "" writes none."""
+def check_json(file: str, option: str = "--json") -> None:
+    """Refuse a file that cannot be written, before anything runs; "" writes none."""
     path = Path(file)
     if file and not path.absolute().parent.is_dir():
-        raise ConfigError(f"--json is {file!r}, and its folder does not exist; make it first")
+        raise ConfigError(f"{option} is {file!r}, and its folder does not exist; make it first")
     if file and path.is_dir():
-        raise ConfigError(f"--json is {file!r}, a folder; name a file in it")
+        raise ConfigError(f"{option} is {file!r}, a folder; name a file in it")
 
 
 def json_file(out: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -80,6 +81,13 @@ def simulate(
     json: Annotated[
         str, typer.Option(help="File to write the figures to.", rich_help_panel="Results")
     ] = "",
+    requests: Annotated[
+        str,
+        typer.Option(
+            help="File to write each request to, as JSON lines that --workload reads.",
+            rich_help_panel="Results",
+        ),
+    ] = "",
     report: Annotated[
         str,
         typer.Option(
@@ -93,9 +101,12 @@ def simulate(
     from pigou.sim.observed_windows import WindowObserver
     from pigou.sim.simulation import Simulation, warm_up
     from pigou.windows.observations import written
+    from pigou.workload.request_log import simulated_rows
+    from pigou.workload.trace_formats import write_rows
     from pigou.workload.workload_spec import read_workload_spec
 
     check_json(json)
+    check_json(requests, "--requests")
     if report:
         require("report", "--report")
     from pigou.cli.report import Reporter
@@ -127,6 +138,8 @@ def simulate(
     if observer is not None:
         document["windows"] = written(observer.windows)
         write_json("--json", json, document)
+    if requests:
+        write_rows(Path(requests), simulated_rows(result, simulation.workload))
     if reporter is not None:
         policy = context.params["policy"]
         run = {"workload": workload, "fleet": fleet, "policy": policy, "seed": seed}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +20,6 @@ from pigou.config import ConfigError, check_bounds
 if TYPE_CHECKING:
     from pigou.workload.catalogue import Watch
     from pigou.workload.trace import Trace
-    from pigou.workload.trace_formats import TraceRow
 
 trace = typer.Typer(
     help="Find, download, describe, convert and cut recorded traces.",
@@ -119,9 +118,10 @@ def convert(
     unit: Unit = "",
 ) -> None:
     """Write any trace, or the workload of a journal, as Pigou's own JSON lines."""
-    from pigou.workload.trace_formats import read_trace, to_rows
+    from pigou.workload.trace_formats import read_trace, to_rows, write_rows
 
-    typer.echo(f"{_write(Path(out), to_rows(read_trace(file, block, unit)))} requests in {out}")
+    count = write_rows(Path(out), to_rows(read_trace(file, block, unit)))
+    typer.echo(f"{count} requests in {out}")
 
 
 @trace.command("sample")
@@ -143,7 +143,7 @@ def sample(
     import numpy as np
 
     from pigou.workload.trace import some, window
-    from pigou.workload.trace_formats import read_trace, to_rows
+    from pigou.workload.trace_formats import read_trace, to_rows, write_rows
 
     for name, value in (("--scale", scale), ("--speed", speed)):
         check_bounds(name, value, gt=0)
@@ -151,7 +151,7 @@ def sample(
     recorded = window(read_trace(file, block, unit), begin, end)
     if sessions is not None:
         recorded = some(recorded, sessions, np.random.default_rng(seed))
-    count = _write(Path(out), to_rows(recorded.scaled(scale, speed)))
+    count = write_rows(Path(out), to_rows(recorded.scaled(scale, speed)))
     typer.echo(f"{count} requests in {out}")
 
 
@@ -164,23 +164,6 @@ def _bar() -> Iterator[Watch]:
     ) as progress:
         task = progress.add_task("", total=None)
         yield lambda so_far, whole: progress.update(task, completed=so_far, total=whole or None)
-
-
-def _write(path: Path, rows: Iterable[TraceRow]) -> int:
-    from pigou.workload.packed import packing
-
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"the folder of {str(path)!r} does not exist; make it first")
-    encode: Callable[[TraceRow], bytes] = msgspec.json.Encoder().encode
-    count = 0
-    try:
-        with packing(path) as file:
-            for row in rows:
-                file.write(encode(row) + b"\n")
-                count += 1
-    except OSError as error:
-        raise ConfigError(str(error)) from None
-    return count
 
 
 def _describe(recorded: Trace, caches: list[float]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class Simulation:
         `policy` and `planner` replace the configured ones; `stepwise` plans one step at a time,
         with equal results; `assess_every` is the seconds between Price of Anarchy windows.
         """
-        self.clock = clock or Clock()
+        self.clock, self.workload = clock or Clock(), workload
         scaling = scaling or ScalingConfig()
         self.objectives = scaling.objectives
         fleet = with_start_up(fleet, scaling)

@@ -41,8 +41,9 @@ from pigou.workload.prompts import (
     make_prefixes,
     pieces,
 )
+from pigou.workload.request_log import sent_rows
 from pigou.workload.trace import Trace
-from pigou.workload.trace_formats import read_trace
+from pigou.workload.trace_formats import TraceRow, read_trace, session_names
 
 _OPEN_WARMUP_SLOTS = 8
 _TEXT_LIMIT = 8 * 2**20
@@ -77,11 +78,18 @@ class TraceReplay:
 
     def jobs(self, vocabulary: Sequence[int]) -> Iterator[list[tuple[PromptJob, float]]]:
         """Yield each session's jobs, with the seconds of thinking before each."""
-        for session in self.trace.sessions:
+        names = session_names(self.trace)
+        for session, name in zip(self.trace.sessions, names, strict=True):
             yield [
-                (PromptJob(self.trace.prompt(session, turn, vocabulary), turn.output), turn.think)
-                for turn in session.turns
-            ]
+                (
+                    PromptJob(
+                        self.trace.prompt(session, turn, vocabulary), turn.output, session=name,
+                        think_s=turn.think if number else None, tenant=session.tenant,
+                    ),
+                    turn.think,
+                )
+                for number, turn in enumerate(session.turns)
+            ]  # fmt: skip
 
 
 def plan(config: BenchConfig, max_model_len: int | None) -> TraceReplay:
@@ -131,6 +139,7 @@ class BenchResult:
     interrupted: bool  # whether `stop` ended the run
     summary: Summary  # counts, rates and latencies
     notes: list[str] = field(default_factory=list)  # caveats on the figures
+    rows: list[TraceRow] = field(default_factory=list)  # requests in order, where asked for
 
 
 @dataclass(frozen=True)
@@ -145,8 +154,12 @@ async def bench(
     config: BenchConfig,
     stop: asyncio.Event | None = None,
     watch: Callable[[LoadGenerator], None] | None = None,
+    keep_rows: bool = False,
 ) -> BenchResult | None:
-    """Load an endpoint until the end or `stop`; None if nothing was measured. EndpointError."""
+    """Load an endpoint until the end or `stop`; None if nothing was measured. EndpointError.
+
+    `keep_rows` keeps prompts in memory to the end, and returns the requests as rows of a trace.
+    """
     stop = stop or asyncio.Event()
     _raise_file_limit()
     async with open_session(config.api_key) as session:
@@ -154,6 +167,7 @@ async def bench(
         if ready is None:
             return None
         drive = LoadGenerator(ready.client.send, watch)
+        drive.jobs = [] if keep_rows else None
         load = _load(config, ready, drive)
         finished = await until_stopped(stop, load) is not None
         took = time.monotonic_ns() - drive.began
@@ -169,6 +183,7 @@ async def bench(
         interrupted=not finished,
         summary=summary,
         notes=[*_replayed(ready.replay), *_notes(config, ready.client.flavour, summary)],
+        rows=[] if drive.jobs is None else sent_rows(drive.jobs, drive.outcomes, drive.began),
     )
 
 

@@ -152,7 +152,8 @@ class BenchConfig(EndpointConfig, frozen=True, forbid_unknown_fields=True, kw_on
         option("Maximum of requests in flight; the wait counts as client queue wait.", "Load"),
     ] = None
     requests: Annotated[
-        int | None, option("Requests to send. (default: 100 without --duration)", "Load")
+        int | None,
+        option("Requests to send. (default: 100 without --duration)", "Load", name="count"),
     ] = None
     duration: Annotated[float | None, option("Seconds to send requests in.", "Load")] = None
     warmup: Annotated[int, option("Requests sent first, which are not measured.", "Load")] = 0
@@ -194,8 +195,9 @@ class BenchConfig(EndpointConfig, frozen=True, forbid_unknown_fields=True, kw_on
 
     def __post_init__(self) -> None:
         self._check_conflicts()
+        check_bounds("--count", 1 if self.requests is None else self.requests, ge=1)
         for minimum, names in (
-            (1, ("concurrency", "max_inflight", "requests", "sessions")),
+            (1, ("concurrency", "max_inflight", "sessions")),
             (0, ("warmup", "prefixes", "prefix_length", "seed")),
         ):
             for name in names:
@@ -219,13 +221,13 @@ class BenchConfig(EndpointConfig, frozen=True, forbid_unknown_fields=True, kw_on
             (self.max_inflight is not None and self.rate is None,
              "--max-inflight bounds an open loop; without --rate use --concurrency"),
             (self.requests is not None and self.duration is not None,
-             "--requests and --duration both say when to end; give one"),
+             "--count and --duration both say when to end; give one"),
             (bool(self.prefixes) != bool(self.prefix_length),
              "--prefixes and --prefix-length go together; give both"),
             (bool(self.trace) and (bool(self.text) or self.chat or bool(self.prefixes)),
              "--trace gives the prompts, as token ids; leave out --text, --chat and --prefixes"),
             (bool(self.trace) and any((self.requests, self.duration, self.max_inflight)),
-             "--trace says how much is sent; choose with --sessions, and leave out --requests, "
+             "--trace says how much is sent; choose with --sessions, and leave out --count, "
              "--duration and --max-inflight"),
             (not self.trace and self.sessions is not None,
              "--sessions chooses among those of a --trace; give one"),

@@ -24,6 +24,9 @@ class LoadGenerator:
 
     def __init__(self, send: Send, watch: Callable[[LoadGenerator], None] | None = None) -> None:
         """`watch` is called after each request that ended."""
+        self.jobs: list[PromptJob] | None = (
+            None  # jobs sent, in the order of `outcomes`; None keeps none
+        )
         self._send = send
         self._watch = watch
         self.offered_requests = 0
@@ -107,6 +110,8 @@ class LoadGenerator:
         finally:
             self.inflight -= 1
         self.outcomes.append(outcome)
+        if self.jobs is not None:
+            self.jobs.append(job)
         self.failed += isinstance(outcome.result, Failure)
         if self._watch is not None:
             self._watch(self)

@@ -63,6 +63,9 @@ class PromptJob:
     prompt: Prompt  # token ids or text
     output: int  # tokens to ask for
     prefix: int | None = None  # number of the shared prefix it begins with; None for none
+    session: str = ""  # name in a trace; empty for a request by itself
+    think_s: float | None = None  # seconds after the session's last request; None for its first
+    tenant: str = ""
 
 
 def pieces(text: str) -> list[str]:

@@ -21,7 +21,7 @@ from pigou.config import ConfigError
 from pigou.small_file import read_text
 from pigou.workload import journal_file, mooncake
 from pigou.workload.mooncake import block_tokens
-from pigou.workload.packed import name_of, unpacked
+from pigou.workload.packed import name_of, packing, unpacked
 from pigou.workload.trace import Trace, TraceSession, Turn, ordered, turn
 
 #: Tokens in a block where rows have blocks and do not say.
@@ -33,6 +33,23 @@ _LOG = "requests.jsonl"
 _SESSION = ("block_size", "requests", "id")
 _BOM = b"\xef\xbb\xbf"
 _BLOCK_IN_NAME = re.compile(r"blksz_(\d+)")
+
+
+class RequestResult(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True
+):
+    """What became of a request; seconds from the run's beginning."""
+
+    outcome: str  # "done", or in a word why not
+    intended_s: float  # when the client meant to send it
+    sent_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    output_tokens: int = 0  # tokens received
+    cached_tokens: int | None = None  # prompt tokens found in a prefix cache; None if unknown
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    reason: str = ""  # why it failed
 
 
 class TraceRow(
@@ -48,6 +65,8 @@ class TraceRow(
     block: float | None = None  # tokens in a block, equal in all rows; None: 16, or what fits
     tenant: str | int = ""
     session: str | int = ""  # name of the conversation that it belongs to
+    run: str = ""  # name of the run, where a file of `--requests` has several
+    result: RequestResult | None = None  # by `--requests`; a replay does not read it
 
 
 class VllmRow(msgspec.Struct, frozen=True):
@@ -91,6 +110,11 @@ def of_rows(rows: Sequence[TraceRow], numbers: Sequence[int] = (), block: float 
     block = _block(rows, block)
     opened: list[_Open] = []
     last: dict[str, _Open] = {}
+    if len(runs := dict.fromkeys(row.run for row in rows)) > 1:
+        raise ConfigError(
+            f"trace: its lines are of {len(runs)} runs, from {next(iter(runs))!r} on; keep those "
+            "of one run"
+        )
     for number, row in zip(numbers or count(1), rows, strict=False):
         name = str(row.session)
         if (row.arrival_s is None) == (row.think_s is None):
@@ -133,10 +157,7 @@ def to_rows(trace: Trace) -> Iterator[TraceRow]:
     """Yield a trace as rows in the order of its sessions; blocks are numbered by first use."""
     trace.check_timed("arrival_s of each session must be known")
     ids: dict[tuple[str, int], int] = {}
-    taken = {session.name for session in trace.sessions}
-    names = (name for n in count() if (name := f"session-{n}") not in taken)
-    for session in trace.sessions:
-        name = session.name or (next(names) if len(session.turns) > 1 else "")
+    for session, name in zip(trace.sessions, session_names(trace), strict=True):
         for index, turn_ in enumerate(session.turns):
             yield TraceRow(
                 arrival_s=None if index else session.start,
@@ -144,14 +165,40 @@ def to_rows(trace: Trace) -> Iterator[TraceRow]:
                 input=turn_.input,
                 output=turn_.output,
                 hash_ids=[ids.setdefault((session.scope, b), len(ids)) for b in turn_.blocks],
-                block=_short(trace.block) if turn_.blocks else None,
+                block=short(trace.block) if turn_.blocks else None,
                 tenant=session.tenant,
                 session=name,
             )
 
 
-def _short(number: float) -> float:
+def session_names(trace: Trace) -> list[str]:
+    """Return the names of a trace's sessions; those of several turns all have one."""
+    taken = {session.name for session in trace.sessions}
+    free = (name for n in count() if (name := f"session-{n}") not in taken)
+    return [
+        session.name or (next(free) if len(session.turns) > 1 else "") for session in trace.sessions
+    ]
+
+
+def short(number: float) -> float:
+    """Return a whole number as an integer."""
     return int(number) if number == int(number) else number
+
+
+def write_rows(path: Path, rows: Iterable[TraceRow]) -> int:
+    """Write rows to a file, packed by its suffix; returns their number. Raises ConfigError."""
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"the folder of {str(path)!r} does not exist; make it first")
+    encode = msgspec.json.Encoder().encode
+    written = 0
+    try:
+        with packing(path) as file:
+            for row in rows:
+                file.write(encode(row) + b"\n")
+                written += 1
+    except OSError as error:
+        raise ConfigError(str(error)) from None
+    return written
 
 
 def read_trace(path: str | Path, block: float = 0.0, unit: str = "") -> Trace:

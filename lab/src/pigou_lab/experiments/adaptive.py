@@ -15,7 +15,7 @@ from pigou_lab.experiments.detect import Poller
 from pigou_lab.experiments.fleets import LENGTHS, PaperFleet, Reading, make_simulation
 from pigou_lab.experiments.paper import EXPERIMENT3, OUTLIER, RAMP_S, SPIKE, SWITCH_S, THRESHOLDS
 from pigou_lab.experiments.regimes import steer, watch
-from pigou_lab.experiments.results import Row, make_row
+from pigou_lab.experiments.results import Row, make_row, run_simulation
 from pigou_lab.experiments.window import Marks, WindowFigures, measure
 
 #: Seconds of a chunk: the paper's detector polls every five.
@@ -81,7 +81,7 @@ def _iterate(runs: _Runs, arm: Arm, fleet: PaperFleet, reading: Reading, seed: i
         phase_ends.append(phase_ends[-1] + seconds)
     marks = Marks(phase_ends)
     marks.follow(simulation)
-    calls = simulation.run().runs
+    calls = run_simulation(simulation, strategy=arm.name, seed=seed).runs
     for index, (phase, users, _) in enumerate(SPIKE):
         gaps = marks.between(index, index + 1)
         figures = measure(

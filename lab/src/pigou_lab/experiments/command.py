@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pigou.cli.config_options import in_flags
+from pigou.cli.option_values import check_json
 from pigou.cli.progress import WorkProgress
 from pigou.config import ConfigError
 
@@ -58,6 +59,10 @@ def experiment(
         ),
     ] = "",
     seed: Annotated[int, typer.Option(help="First seed.")] = 1,
+    requests: Annotated[
+        str,
+        typer.Option(help="File to write each request of all runs to, as JSON lines."),
+    ] = "",
     report: Annotated[
         bool, typer.Option(help="Draw the results' page, index.html, beside them.")
     ] = True,
@@ -66,7 +71,7 @@ def experiment(
     from pigou.engine.startup_profiling import warm_up
     from pigou_lab.experiments.fleets import fleet
     from pigou_lab.experiments.registry import EXPERIMENTS
-    from pigou_lab.experiments.results import prepared, write
+    from pigou_lab.experiments.results import prepared, requests_to, write
 
     try:
         if runs < 0 or seed < 0:
@@ -76,15 +81,17 @@ def experiment(
         plan = [(chosen, _levels(chosen, levels, name)) for chosen in names]
         if reading and name != _ALL and not EXPERIMENTS[name].reads:
             raise ConfigError(f"--reading is {reading!r}; {name} tries all of them: leave it out")
+        check_json(requests, "--requests")
         folder = prepared(Path(out))
         warm_up()
         documents = []
-        for chosen, users in plan:
-            one = EXPERIMENTS[chosen]
-            seeds = range(seed, seed + (runs or one.runs))
-            documents.append(_run(chosen, one, paper_fleet, how, seeds, users))
-            write(folder / chosen if name == _ALL else folder, documents[-1])
-            _show(one, documents[-1])
+        with requests_to(requests):
+            for chosen, users in plan:
+                one = EXPERIMENTS[chosen]
+                seeds = range(seed, seed + (runs or one.runs))
+                documents.append(_run(chosen, one, paper_fleet, how, seeds, users))
+                write(folder / chosen if name == _ALL else folder, documents[-1])
+                _show(one, documents[-1])
         if name == _ALL:
             write(folder, _together(documents))
         if report:
@@ -130,8 +137,9 @@ def _run(
     name: str, one: Experiment, paper_fleet: PaperFleet, reading: Reading, seeds: Sequence[int],
     users: Sequence[int],
 ) -> dict[str, Any]:  # fmt: skip
-    from pigou_lab.experiments.results import document
+    from pigou_lab.experiments.results import document, log_experiment
 
+    log_experiment(name)
     rows: list[Row] = []
     with WorkProgress() as progress:
         task = progress.add_task(name, total=None)

@@ -24,7 +24,7 @@ from pigou.sim.setup import Setup
 from pigou.sim.simulation import Simulation, unlimited
 from pigou.sim.workload import RequestLengths, renewal
 from pigou_lab.experiments.fleets import PaperFleet, Reading
-from pigou_lab.experiments.results import COMPARED, Row
+from pigou_lab.experiments.results import COMPARED, Row, run_simulation
 
 #: Share of the requests that shall be inside, the bracket that ends a search, and its simulations.
 SHARE, BRACKET, TRIALS = 0.95, 1.05, 11
@@ -105,9 +105,10 @@ def _bill(case: CostCase, rate: float, seed: int) -> FleetBill:
     control = unlimited(seed=seed)
     load = renewal(case.lengths, rate, 1.0, 0, case.seconds, seed)
     fleet, scaling = read_fleet(case.fleet), ScalingConfig(slo=case.slo)
-    made = Simulation(
+    simulation = Simulation(
         load, fleet, case.setup, control, ClientConfig(), seed=seed, scaling=scaling
-    ).run()
+    )
+    made = run_simulation(simulation, fleet=case.fleet, rps=f"{rate:g}", seed=seed)
     assert made.bill is not None
     return made.bill
 

@@ -25,7 +25,7 @@ from pigou.sim.simulation import Simulation, unlimited
 from pigou.sim.virtual_clock import EPOCH
 from pigou.sim.workload import OpenLoop, RequestLengths, RequestSession, merged, renewal
 from pigou_lab.experiments.fleets import PaperFleet, Reading
-from pigou_lab.experiments.results import COMPARED, Row
+from pigou_lab.experiments.results import COMPARED, Row, run_simulation
 
 #: Milliseconds that messages between gateways take.
 LAGS_MS = (0, 100, 1000, 10_000)
@@ -59,7 +59,7 @@ def gateways(
 
 def _run_of(config: GatewaysConfig, seed: int) -> dict[str, Any]:
     """Return one seed's figures: times below capacity, shares above."""
-    result = simulation(config, seed).run()
+    result = run_simulation(simulation(config, seed), gateways=config.count, seed=seed)
     low = EPOCH + round(SETTLE_S * SECOND)
     done = [run for run in result.done if run.intended_ns >= low]
     fair = simulation(config, seed, overloaded=True)
@@ -68,7 +68,7 @@ def _run_of(config: GatewaysConfig, seed: int) -> dict[str, Any]:
         "e2e_mean_s": statistics.fmean(r.last_token_ns - r.intended_ns for r in done) / SECOND,
         "ttft_mean_s": statistics.fmean(r.first_token_ns - r.intended_ns for r in done) / SECOND,
         "poa": result.document()["poa"]["whole"],
-        "service": service(fair.run()),
+        "service": service(run_simulation(fair, gateways=config.count, seed=seed)),
     }
 
 

@@ -20,6 +20,7 @@ from pigou_lab.experiments.fleets import (
     make_simulation,
 )
 from pigou_lab.experiments.paper import RAMP_S
+from pigou_lab.experiments.results import run_simulation
 from pigou_lab.experiments.window import Marks, WindowFigures, measure
 
 _DEFAULT = PolicySetting()
@@ -72,7 +73,7 @@ def run(
     marks.follow(simulation)
     for follow_one in follow:
         follow_one(simulation)
-    result = simulation.run()
+    result = run_simulation(simulation, users=level.users, seed=seed)
     workers = level.fleet.decoders
     figures = measure(result.runs, begin, level.end, marks.between(0, 1), workers)
     if figures is None:

@@ -38,7 +38,7 @@ from pigou.sim.setup import Setup
 from pigou.sim.simulation import Simulation, unlimited
 from pigou.sim.workload import RequestLengths, renewal
 from pigou_lab.experiments.fleets import PaperFleet
-from pigou_lab.experiments.results import Row
+from pigou_lab.experiments.results import Row, run_simulation
 
 PROMPT, ANSWER, BLOCKS = 2560, 512, 2000
 #: Prompts of the paper in one of ours; service times, and factor of ITL, that are allowed.
@@ -135,7 +135,7 @@ def _start_up(seconds: float) -> StartUpConfig:
 
 def planned_figures(simulation: Simulation) -> Row:
     """Run a simulation; return its figures, as rows of experiments have them."""
-    document = simulation.run().document()
+    document = run_simulation(simulation).document()
     planner = document["planner"]
     return {
         "ttft_p99_s": document["ttft_s"]["p99"], "itl_p99_s": document["itl_s"]["p99"],

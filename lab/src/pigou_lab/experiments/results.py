@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
 from pigou.config import ConfigError
+from pigou.sim.result import SimulationResult
+from pigou.sim.simulation import Simulation
+from pigou.workload.packed import packing
+from pigou.workload.request_log import simulated_rows
 from pigou_lab.experiments.fleets import BARGING, POOL, PaperFleet, Reading
 from pigou_lab.experiments.paper import Figures
 from pigou_lab.experiments.window import WindowFigures
@@ -96,3 +102,45 @@ def write(folder: Path, results: Mapping[str, Any]) -> Path:
     except OSError as error:
         raise ConfigError(f"--out is {str(folder)!r}: {error}; name a folder to write to") from None
     return path
+
+
+@dataclass
+class _RequestLog:
+    file: IO[bytes]
+    experiment: str
+    runs: int = 0
+
+
+_LOG: ContextVar[_RequestLog | None] = ContextVar("requests", default=None)
+
+
+@contextmanager
+def requests_to(path: str) -> Iterator[None]:
+    """Write the requests of all runs within to a file; "" writes none."""
+    if not path:
+        yield
+        return
+    with packing(path) as file:
+        token = _LOG.set(_RequestLog(file, Path(path).name))
+        try:
+            yield
+        finally:
+            _LOG.reset(token)
+
+
+def log_experiment(name: str) -> None:
+    """Begin to number the runs of an experiment."""
+    if (log := _LOG.get()) is not None:
+        log.experiment, log.runs = name, 0
+
+
+def run_simulation(simulation: Simulation, **what: object) -> SimulationResult:
+    """Run a simulation; `what` goes into the name of the run in the file of its requests."""
+    result = simulation.run()
+    if (log := _LOG.get()) is not None:
+        log.runs += 1
+        name = " ".join([f"{log.experiment}-{log.runs}", *(f"{k}={v}" for k, v in what.items())])
+        encode = msgspec.json.Encoder().encode
+        for row in simulated_rows(result, simulation.workload, name):
+            log.file.write(encode(row) + b"\n")
+    return result
