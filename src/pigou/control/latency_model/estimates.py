@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.compiled import bare_kernel
+from pigou.compiled import bare_kernel, inlined
 from pigou.control.latency_model.link_factors import LinkTable, unlabelled
 from pigou.games.latency import LatencyLaw
 
@@ -173,7 +173,7 @@ class InterferenceLaw(NamedTuple):
     token: float
 
 
-@bare_kernel
+@inlined
 def itl_law(table: Numbers, w: int) -> ItlLaw:
     """Return the ITL law of worker `w`."""
     return ItlLaw(
@@ -182,19 +182,19 @@ def itl_law(table: Numbers, w: int) -> ItlLaw:
     )  # fmt: skip
 
 
-@bare_kernel
+@inlined
 def prefill_law(table: Numbers, w: int) -> PrefillLaw:
     """Return the prefill law of worker `w`."""
     return PrefillLaw(table[PREFILL_BASE, w], table[PREFILL_TOKEN, w], table[PREFILL_PAIR, w])
 
 
-@bare_kernel
+@inlined
 def interference_law(table: Numbers, w: int) -> InterferenceLaw:
     """Return the prefill interference of worker `w`."""
     return InterferenceLaw(table[INTERFERENCE_BASE, w], table[INTERFERENCE_TOKEN, w])
 
 
-@bare_kernel
+@inlined
 def itl_s(law: ItlLaw, n: float) -> float:
     """Return the seconds between tokens at n streams."""
     itl = law.a * n + law.b
@@ -205,13 +205,13 @@ def itl_s(law: ItlLaw, n: float) -> float:
     return itl
 
 
-@bare_kernel
+@inlined
 def prefill_s(law: PrefillLaw, prompts: int, tokens: float, pairs: float) -> float:
     """Return the seconds of prompts without streams."""
     return law.base * prompts + law.token * tokens + law.pair * pairs
 
 
-@bare_kernel
+@inlined
 def interference_s(
     law: PrefillLaw, interference: InterferenceLaw, prompts: int, tokens: float, pairs: float
 ) -> float:
@@ -220,7 +220,7 @@ def interference_s(
     return interference.base * prompts + interference.token * size
 
 
-@bare_kernel
+@inlined
 def later_interference_s(
     law: PrefillLaw, interference: InterferenceLaw, prompts: int, tokens: float, pairs: float,
     begins_s: float,

@@ -132,7 +132,7 @@ def cost_rows(
     return rows
 
 
-@bare_kernel_over(*_OVER)
+@inlined
 def _write_backlogs(
     table: Numbers, load_arrays: LoadArrays, under_way: UnderWayArrays, now_ns: int,
     waits_s: Numbers,
@@ -148,7 +148,7 @@ def _write_backlogs(
         waits_s[w] = max(0.0, left)
 
 
-@bare_kernel_over(*_OVER)
+@inlined
 def _displaced_blocks(share: Numbers, pool: Flags) -> float:
     """Return r / (1 - r), r the share of stored blocks that displace a returning one."""
     total, workers = 0.0, 0
@@ -160,7 +160,7 @@ def _displaced_blocks(share: Numbers, pool: Flags) -> float:
     return mean / (1.0 - mean)
 
 
-@bare_kernel_over(*_OVER)
+@inlined
 def _stalled_streams(table: Numbers, load_arrays: LoadArrays) -> float:
     load = WorkerLoad(*load_arrays)
     streams, share, workers = 0.0, 0.0, 0
@@ -172,7 +172,7 @@ def _stalled_streams(table: Numbers, load_arrays: LoadArrays) -> float:
     return streams * share / max(workers, 1) ** 2
 
 
-@bare_kernel_over(*_OVER)
+@inlined
 def _fleet_weights(
     table: Numbers, load_arrays: LoadArrays, toll: float, rise: float
 ) -> tuple[float, float, float, float, float]:
@@ -184,7 +184,7 @@ def _fleet_weights(
     )  # fmt: skip
 
 
-@bare_kernel_over(*_OVER)
+@inlined
 def _way_round(table: Numbers, load_arrays: LoadArrays, waits_s: Numbers) -> tuple[int, float]:
     """Return the number of pure prefill workers, and the cost of a prompt without them."""
     load = WorkerLoad(*load_arrays)
@@ -201,7 +201,7 @@ def _way_round(table: Numbers, load_arrays: LoadArrays, waits_s: Numbers) -> tup
     return pool, around_s
 
 
-@bare_kernel_over(*_OVER)
+@inlined
 def later_prompts(
     table: Numbers, decodes: Flags, wait_s: float, p: int, around: tuple[int, float]
 ) -> tuple[float, float]:
@@ -214,13 +214,13 @@ def later_prompts(
     return rate, max(0.0, around_s - table[MEAN_PREFILL, p] - left_s)
 
 
-@bare_kernel_over(*_OVER)
+@inlined
 def service_s(table: Numbers, w: int, tokens: float, prompt: float) -> float:
     """Return the seconds for worker `w` to compute the last tokens of a prompt."""
     return prefill_s(prefill_law(table, w), 1, tokens, tokens * (prompt - 0.5 * tokens))
 
 
-@bare_kernel_over(*_OVER)
+@inlined
 def _prospect_of(
     table: Numbers, load_arrays: LoadArrays, cache_arrays: CacheArrays, waits_s: Numbers,
     pair: tuple[int, int], prompt: int, output: float, restore: tuple[float, float],
