@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.lib.examples import examples
 
 from pigou.gateway.proxy.relay import Relay
-from pigou.gateway.request import GatewayRun, ParsedRequest
+from pigou.gateway.request import BodyFields, GatewayRun, ParsedRequest
 from pigou.wire.sse import DONE, frame
 
 texts = st.text(max_size=6) | st.sampled_from(
@@ -135,9 +135,11 @@ def cut(stream: bytes, places: set[int]) -> list[bytes]:
     return [stream[a:b] for a, b in itertools.pairwise(ends)]
 
 
-def until_failed(parts: list[bytes], stock: bool, wants_ids: bool) -> tuple[object, ...]:
+def until_failed(
+    parts: list[bytes], stock: bool, wants_ids: bool, limit: int | None = None
+) -> tuple[object, ...]:
     """What a client and the gateway know after these parts, or those before one that fails."""
-    relay = Relay(call(wants_ids))
+    relay = Relay(call(wants_ids, fields=BodyFields(max_tokens=limit)))
     relay.begin(stock=stock, mapped=False)
     got = b""
     for part in parts:
@@ -153,11 +155,39 @@ def test_what_is_almost_a_token_is_taken_as_if_it_were_parsed(
     events: list[bytes], stock: bool, wants_ids: bool, data: st.DataObject
 ) -> None:
     stream = b"".join(events)
-    # In one piece, every chunk is parsed; event by event, most are told by the mould.
+    # In one piece, every chunk is parsed; event by event, most match the template.
     whole = until_failed([stream], stock, wants_ids)
     assert until_failed(events, stock, wants_ids) == whole
     places = data.draw(st.sets(st.integers(1, len(stream) - 1), max_size=12), label="places")
     assert until_failed(cut(stream, places), stock, wants_ids) == whole
+    # Runs of events are matched together, between broken ones at both ends.
+    parts = [events[0], *cut(b"".join(events[1:]), {len(events[1]) + 5})]
+    assert until_failed(parts, stock, wants_ids) == whole
+
+
+@settings(max_examples=examples(1000))
+@given(
+    pairs=st.lists(
+        st.tuples(
+            st.sampled_from([b" a"] * 9 + TEXTS + [b"\xe8\xaf", b"\x8d"]),
+            st.sampled_from([b"7"] * 9 + IDS),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    wants_ids=st.booleans(),
+    limit=st.integers(1, 9),
+)
+def test_a_run_of_what_are_almost_tokens_is_taken_as_if_it_were_parsed(
+    pairs: list[tuple[bytes, bytes]], wants_ids: bool, limit: int
+) -> None:
+    def event(text: bytes, id_: bytes) -> bytes:
+        return frame(b'{"id":"a","choices":[{"text":"%b","token_ids":[%b]}]}' % (text, id_))
+
+    head = [event(b" a", b"1"), event(b" b", b"2")]
+    run = b"".join(event(*pair) for pair in pairs)
+    whole = until_failed([b"".join(head) + run], False, wants_ids, limit)
+    assert until_failed([*head, run], False, wants_ids, limit) == whole
 
 
 @pytest.mark.parametrize("odd", [[b": ", b"%b"], [b"data: {", b"%b"], [b"%b%b"], [b"%b\r"]])
@@ -192,8 +222,10 @@ def test_tokens_that_come_alone_are_not_parsed(
         for token in range(10, 30):
             sent = event(f" {token} é", token)
             assert relay.feed(sent) == sent
-    assert relay.state.tokens == [1, 2, *range(10, 30)]
-    assert relay.state.shown == 22
+        run = [event(f" {token} é", token) for token in range(30, 50)]
+        assert relay.feed(b"".join(run)) == b"".join(run)
+    assert relay.state.tokens == [1, 2, *range(10, 50)]
+    assert relay.state.shown == 42
     relay.feed(event("", 3, '"stop"'))
     assert relay.state.finish == "stop"
 

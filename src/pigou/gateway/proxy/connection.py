@@ -11,6 +11,7 @@ import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -31,6 +32,8 @@ _HIGH_WATER = 256 * 1024
 _SLICE, _BURST, _RATE = 16 * 1024, 2**20, 8 * 2**20
 #: Bytes that are read at once, however short their chunks are.
 _LITTLE = 1024
+#: End of an event and its chunk: where one is parsed in parts, it costs more.
+_EVENT_CHUNK_END = b"\n\n\r\n"
 #: Takes body bytes; returns False to take no more.
 Take = Callable[[bytes], bool]
 #: Below the 5 seconds after which vLLM's server closes idle connections: a request that is sent
@@ -71,6 +74,10 @@ def parse_chunk_size(line: bytes) -> int:
     if len(digits.lstrip(b"0")) > _MAX_SIZE_DIGITS or not _HEX.fullmatch(digits):
         raise ValueError(f"a chunk of {line[:40]!r} bytes")
     return int(digits, 16)
+
+
+#: Most chunks of a stream have one of a few sizes.
+_chunk_size = lru_cache(1024)(parse_chunk_size)
 
 
 class HTTPConnectionError(ConnectionError):
@@ -117,7 +124,7 @@ class HTTPConnection(asyncio.Protocol):
         self._head: ResponseHead | None = None
         self.declared = 0  # `content-length` of the answer under way; 0 where its head did not say
         self._body = bytearray()
-        self._backlog = b""  # bytes of a stream to be parsed; reading is paused
+        self._backlog = bytearray()  # bytes of a stream to be parsed; reading is paused
         self._next: asyncio.Handle | None = None
         self._loss: tuple[Exception | None] | None = None  # a loss that waits for the backlog
         self._is_stream = False
@@ -220,7 +227,9 @@ class HTTPConnection(asyncio.Protocol):
 
     def _is_flood(self, data: bytes) -> bool:
         """True if these bytes are too many for one turn of the event loop."""
-        return self._phase is _CHUNKS and self._is_stream and parse_cost(data) > _SLICE
+        if self._phase is not _CHUNKS or not self._is_stream:
+            return False
+        return len(data) > _SLICE or parse_cost(data) > _SLICE
 
     def _put_off(self, data: bytes) -> None:
         """Add to the backlog, and parse a slice unless one is scheduled."""
@@ -231,14 +240,12 @@ class HTTPConnection(asyncio.Protocol):
     def _read_slice(self) -> None:
         """Parse a slice of the backlog, and schedule the rest with reading paused."""
         self._next = None
-        data = self._cut()
+        data, cost = self._cut()
         if self._backlog:
             if self._transport is not None and not self._gone:
                 self._transport.pause_reading()
             loop = asyncio.get_running_loop()
-            self._next = loop.call_later(
-                self._delay_s(parse_cost(data), loop.time()), self._read_slice
-            )
+            self._next = loop.call_later(self._delay_s(cost, loop.time()), self._read_slice)
         elif self._transport is not None and not self._paused and not self._gone:
             self._transport.resume_reading()
         self._parse(data)
@@ -250,15 +257,19 @@ class HTTPConnection(asyncio.Protocol):
         self._level, self._leaked_at = max(0.0, self._level - leaked) + size, now_s
         return 0.0 if self._level <= _BURST else size / _RATE
 
-    def _cut(self) -> bytes:
-        data = self._backlog[:_SLICE]
-        if (weight := parse_cost(data)) > _SLICE:
-            data = data[: max(_LITTLE, len(data) * _SLICE // weight)]
-        self._backlog = self._backlog[len(data) :]
-        return data
+    def _cut(self) -> tuple[bytes, int]:
+        """Take a slice off the backlog; return it and about its cost."""
+        data = bytes(self._backlog[:_SLICE])
+        cost, size = parse_cost(data), len(data)
+        if cost > _SLICE:
+            data = data[: max(_LITTLE, size * _SLICE // cost)]
+        if (end := data.rfind(_EVENT_CHUNK_END) + len(_EVENT_CHUNK_END)) > _LITTLE:
+            data = data[:end]
+        del self._backlog[: len(data)]
+        return data, cost * len(data) // size
 
     def _drop_backlog(self) -> None:
-        self._backlog = b""
+        self._backlog.clear()
         if self._next is not None:
             self._next.cancel()
             self._next = None
@@ -360,6 +371,8 @@ class HTTPConnection(asyncio.Protocol):
         parts: list[bytes] = []
         at, size = 0, len(data)
         while at < size and self._phase is _CHUNKS:
+            if self._chunk is _SIZE:
+                at = self._take_whole_chunks(data, at, parts)
             if self._chunk is _ChunkPart.DATA:
                 at = self._take_chunk(data, at, parts)
             elif (end := data.find(b"\r\n", at)) < 0:
@@ -382,6 +395,17 @@ class HTTPConnection(asyncio.Protocol):
         if len(self._rest) > MAX_SIZE_LINE_BYTES:
             raise ValueError("a line between chunks is too long")
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _take_whole_chunks(self, data: bytes, at: int, parts: list[bytes]) -> int:
+        """Add the contents of the whole chunks that come next; return the new position."""
+        while (end := data.find(b"\r\n", at)) >= 0:
+            begin = end + 2
+            stop = begin + _chunk_size(data[at:end])
+            if stop == begin or data[stop : stop + 2] != b"\r\n":
+                break
+            parts.append(data[begin:stop])
+            at = stop + 2
+        return at
 
     def _take_chunk(self, data: bytes, at: int, parts: list[bytes]) -> int:
         """Consume part of a chunk and its line break; return the new position."""

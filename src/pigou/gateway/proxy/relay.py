@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,8 +30,10 @@ _MAX_TOKENS, _MAX_OBJECTS = 2**22, 2**17
 _FLUSHED_TEXTS = 2
 _NO_IDS = b'"token_ids":null'
 _QUOTE, _BACKSLASH, _ZERO = b'"', 0x5C, 0x30
+_EVENT_END = b"\n\n"
 #: Token ids with more digits are left to the parser.
 _MAX_ID_DIGITS = 9
+_ids = msgspec.json.Decoder(list[int]).decode
 
 
 class TooManyTokens(ValueError):
@@ -92,7 +94,7 @@ class Relay(StreamCount):
             return b""
         event = None if self._ready is None else self._ready.token(data)
         if event is None:
-            out = self._parse(data)
+            out = self._parse(data) if self._fast_path is None else self._parse_run(data)
             self._ready = None if self._reader.pending else self._fast_path
             return out
         state = self.state
@@ -106,6 +108,35 @@ class Relay(StreamCount):
         if text:
             state.shown = before + 1
         return data if self.run.parsed.wants_ids else bare
+
+    def _parse_run(self, data: bytes) -> bytes:
+        """Parse as `_parse`; match the whole events where all of them are one token each."""
+        stop = data.rfind(_EVENT_END) + len(_EVENT_END)
+        start = data.find(_EVENT_END, 0, stop) + len(_EVENT_END) if self._reader.pending else 0
+        fast_path = self._fast_path
+        if fast_path is None or not 0 <= start < stop:
+            return self._parse(data)
+        out: list[bytes] = []
+        for part in (data[:start], data[start:stop], data[stop:]):
+            tokens = None if self._reader.pending else fast_path.tokens(part)
+            if part:
+                out.append(self._parse(part) if tokens is None else self._take_run(part, tokens))
+            if self.failed is not None or self.state.done:
+                break
+        return b"".join(out)
+
+    def _take_run(self, data: bytes, tokens: TokenEvents) -> bytes:
+        """Process events of one token each."""
+        state = self.state
+        before = len(state.tokens)
+        if before + len(tokens.ids) > self._limit:
+            return self._parse(data)
+        state.tokens += tokens.ids
+        self.counted += len(tokens.ids)
+        self._idle_events = 0
+        if tokens.shown:
+            state.shown = before + tokens.shown
+        return data if self.run.parsed.wants_ids else tokens.bare
 
     def end(self) -> bytes:
         """Process the end of the stream: a last `[DONE]` needs no blank line."""
@@ -124,8 +155,8 @@ class Relay(StreamCount):
             return b""
         self._idle_events += self._reader.skipped
         self._reader.skipped = 0
-        self._learns = self._fast_paths > 0 and len(payloads) == 1
         for payload in payloads:
+            self._learns = self._fast_paths > 0 and payload is payloads[-1]
             if payload.strip() == DONE_PAYLOAD:
                 self.state.done = True
                 out.append(DONE)
@@ -269,21 +300,29 @@ def _error(error: dict[str, Any], payload: bytes) -> WorkerFailed | Rejected:
     return WorkerFailed("error", f"the worker said: {error.get('message')}", status=status)
 
 
-class SSEFastPath:
-    """Matches chunks identical to a template except for text and token id.
+class TokenEvents(NamedTuple):
+    """Events of one token each."""
 
-    Such a chunk is valid JSON of the same meaning: the text has no quotes, escapes or control
+    ids: list[int]
+    shown: int  # events up to the last one with text
+    bare: bytes  # the events with null for their ids
+
+
+class SSEFastPath:
+    """Matches runs of events identical to a template except for text and token id.
+
+    Such an event is valid JSON of the same meaning: the text has no quotes, escapes or control
     characters, and the id is a number.
     """
 
-    __slots__ = ("_end", "_head", "_size", "_tail", "_text_end")
+    __slots__ = ("_bare_seam", "_bare_tail", "_head", "_middle", "_size", "_tail", "_text_end")
 
     def __init__(self, head: bytes, text_end: bytes, tail: bytes) -> None:
-        self._head = head
+        self._head, self._text_end, self._tail = head, text_end, tail
         self._size = len(head)
-        self._text_end = text_end
-        self._tail = tail
-        self._end = _NO_IDS + tail
+        self._middle = _QUOTE + text_end + TOKEN_IDS  # between text and id
+        self._bare_tail = _NO_IDS + tail
+        self._bare_seam = _QUOTE + text_end + self._bare_tail + head  # between two texts
 
     @classmethod
     def of(cls, event: bytes) -> SSEFastPath | None:
@@ -302,7 +341,7 @@ class SSEFastPath:
         return None if fast_path.token(event) is None else fast_path
 
     def token(self, event: bytes) -> tuple[int, bytes, bytes] | None:
-        """Return id, text, and the event with ids nulled; None if it does not match."""
+        """Return id, text, and the event with null for its ids; None if it does not match."""
         before, _, rest = event.rpartition(TOKEN_IDS)
         digits, _, tail = rest.partition(b"]")
         if tail != self._tail or before[: self._size] != self._head:
@@ -317,4 +356,33 @@ class SSEFastPath:
                 return None
         except UnicodeDecodeError:
             return None
-        return int(digits), text, before + self._end
+        return int(digits), text, before + self._bare_tail
+
+    def tokens(self, data: bytes) -> TokenEvents | None:
+        """Return ids and text of several events; None if one of them does not match."""
+        head, tail = self._head, b"]" + self._tail
+        if not data.endswith(tail) or not data.startswith(head):
+            return None
+        events = data[len(head) : -len(tail)].split(tail + head)
+        parts = [event.partition(self._middle) for event in events]
+        texts = [text for text, _, _ in parts]
+        digits = b",".join([id_ for _, _, id_ in parts])
+        text = b"".join(texts)
+        if _QUOTE in text or _BACKSLASH in text or not digits.replace(b",", b"").isdigit():
+            return None
+        try:
+            # Texts are decoded one by one: two halves of a character make none.
+            decoded = [text] if text.isascii() else texts
+            if not "".join([part.decode() for part in decoded]).isprintable():
+                return None
+            ids = _ids(b"[%b]" % digits)
+        except DECODING_ERRORS:
+            return None
+        if len(ids) != len(events) or max(ids) >= 10**_MAX_ID_DIGITS:
+            return None
+        shown = len(texts)
+        while shown and not texts[shown - 1]:
+            shown -= 1
+        end = self._bare_seam[: -self._size]
+        bare = head + self._bare_seam.join(texts) + end
+        return TokenEvents(ids, shown, bare)
