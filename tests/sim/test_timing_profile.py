@@ -15,7 +15,17 @@ from pigou.config import ConfigError
 from pigou.models.gpus import GPUS
 from pigou.models.read import architecture
 from pigou.sim.timing import RooflineTiming, StepShape
-from pigou.sim.timing_profile import CAPTURED, ProfileTiming, find_tables, profile, read_tables
+from pigou.sim.timing_profile import (
+    ATTENTION_KERNELS,
+    CAPTURED,
+    DENSE_KERNELS,
+    REPLAY_SAVES_NS,
+    TAIL_SHARE,
+    ProfileTiming,
+    find_tables,
+    profile,
+    read_tables,
+)
 
 LLAMA = architecture("llama-3.1-8b")
 ONE_LAYER = replace(LLAMA, kinds=(replace(LLAMA.kinds[0], count=1),))
@@ -86,12 +96,15 @@ def test_beyond_the_tables_times_go_on_growing(folder: Path) -> None:
     assert all(later > 1.7 * before for before, later in pairwise(times))
 
 
-def test_small_batches_compute_what_their_graph_does(folder: Path) -> None:
+def test_small_batches_compute_what_their_graph_does_and_save_its_launches(folder: Path) -> None:
     graphs = ProfileTiming(read_tables(folder), ONE_LAYER, GPUS["rtx4090"], 1)
     plain = one_layer(folder)
-    assert micros(graphs, [1] * 9, [64] * 9) - micros(plain, [1] * 9, [64] * 9) == pytest.approx(
-        dense(16) - dense(9), abs=0.01
-    )
+    launch = REPLAY_SAVES_NS / 1000
+    for counts, kernels in (([1] * 9, DENSE_KERNELS + ATTENTION_KERNELS), ([8, 1], DENSE_KERNELS)):
+        saved = micros(plain, counts, [64] * len(counts)) - micros(
+            graphs, counts, [64] * len(counts)
+        )
+        assert saved == pytest.approx(kernels * launch + dense(9) - dense(16), abs=0.01)
     assert CAPTURED[-1] == 512
     assert micros(graphs, [600], [0]) == micros(plain, [600], [0])
 
@@ -104,15 +117,22 @@ def test_points_without_a_measurement_are_filled_along_lines(folder: Path) -> No
     assert micros(one_layer(folder), [256, *[1] * 64], [0, *[4096] * 64]) == pytest.approx(whole)
 
 
-def test_skew_moves_towards_the_longest_decode(folder: Path, tmp_path: Path) -> None:
-    inner = tmp_path / "deep" / "tp1"
-    inner.mkdir(parents=True)
-    write_tables(inner)
-    (inner.parent / "meta.yaml").write_text("skew_fit: {per_tp: {1: {alpha_default: 0.5}}}\n")
-    uneven = ([1, 1], [512, 2560])
-    even = micros(one_layer(inner), [1, 1], [1536, 1536])
-    assert micros(one_layer(inner), *uneven) == pytest.approx(even + 0.5 * 2 * 1024 * 5e-3)
-    assert micros(one_layer(folder), *uneven) == pytest.approx(even)
+def test_the_longest_decode_ends_last_unless_its_sequence_is_split(folder: Path) -> None:
+    timing = one_layer(folder)
+    longer = TAIL_SHARE * 5e-3  # us per token of one sequence's block
+    even, uneven = [1000] * 64, [1000] * 60 + [400] * 3 + [2800]
+    assert sum(even) == sum(uneven)
+    decodes = [1] * 64  # 512 blocks on 128 processors
+    extra = micros(timing, decodes, uneven) - micros(timing, decodes, even)
+    assert extra == pytest.approx(longer * 1800, abs=0.02)
+    behind = micros(timing, [*decodes, 100], [*uneven, 1900])
+    assert behind - micros(timing, [*decodes, 100], [*even, 1900]) == pytest.approx(
+        longer * 800, abs=0.02
+    )
+    few, lengths = [1] * 8, [1000] * 7 + [2800]  # 64 blocks: split
+    assert micros(timing, few, lengths) == pytest.approx(micros(timing, few, [1225] * 8), abs=0.02)
+    unknown = ProfileTiming(read_tables(folder), ONE_LAYER, GPUS["h100"], 1, graphs=False)
+    assert micros(unknown, decodes, uneven) == micros(unknown, decodes, even)
 
 
 def test_wrong_folders_are_refused_by_name(folder: Path) -> None:
@@ -167,7 +187,7 @@ def test_measured_tables_and_rooflines_agree(model: str, gpu: str, tp: int) -> N
     for counts, kv_lens in (([1], [1000]), ([1] * 32, [1000] * 32), ([2048], [0]), ([512], [0])):
         step = batch(counts, kv_lens)
         ratio = counted.durations(step, 1)[0] / measured.durations(step, 1)[0]
-        assert 0.8 < ratio < 1.25, f"{counts[:2]}: {ratio:.2f}"
+        assert 0.8 < ratio < 1.4, f"{counts[:2]}: {ratio:.2f}"
 
 
 @pytest.mark.parametrize(

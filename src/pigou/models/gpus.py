@@ -1,7 +1,6 @@
 """GPUs (`gpus.json`): peaks, the share of them that is reached, KV blocks that fit, power.
 
-Peaks are dense, with float32 accumulation, from vendors' data sheets; efficiencies are measured,
-and name their source.
+Peaks are dense and accumulate in float32, by data sheets; efficiencies name their source.
 
 Power is P = P_idle + (P_max - P_idle) u^gamma, with u the utilisation. In decode u is MBU; in
 prefill MFU over `FULL_MFU`, at most 1: power peaks below full FLOP/s.
@@ -49,6 +48,7 @@ class Gpu:
     usd_hour: float = 0.0  # dollars per hour: a round figure, no provider's offer
     max_watts: float = 0.0  # board power limit by data sheet; assumed for `cpu`
     link_gpus: int = 8  # GPUs of an NVLink domain, or the PCIe slots of a host
+    processors: int = 0  # streaming multiprocessors, where FlashAttention 2 runs; 0 elsewhere
 
     def all_reduce(self, size: float, devices: int) -> float:
         """Seconds to sum `size` bytes in a ring: 2 (p - 1) hops of size / p bytes."""
@@ -93,6 +93,7 @@ class _GpuRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     step_s: float = 0.0
     usd_hour: float
     max_watts: float
+    processors: int = 0  # with FlashAttention 2
     source: str
 
     def gpu(self) -> Gpu:
@@ -101,7 +102,7 @@ class _GpuRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             self.gb_s * GIGA, self.memory_bytes or int(self.memory_gib * GIB),
             self.link_gb_s * GIGA, self.link_latency_s, *self.reached, launch=self.launch_s,
             step=self.step_s, source=self.source, usd_hour=self.usd_hour,
-            max_watts=self.max_watts, link_gpus=self.link_gpus,
+            max_watts=self.max_watts, link_gpus=self.link_gpus, processors=self.processors,
         )  # fmt: skip
 
 

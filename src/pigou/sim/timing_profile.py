@@ -3,7 +3,8 @@
     step = once(tokens) + layers * (dense(tokens) + attention(batch)) + heads(sequences)
 Tables of LLMServingSim's profiler (`dense.csv`, `attention.csv`, `per_sequence.csv`, `moe.csv`; us
 per layer). As in vLLM, small batches pad to CUDA graph sizes, every sequence samples, CPU time is
-hidden by asynchronous scheduling, and tensor parallelism sums activations twice a layer.
+hidden by asynchronous scheduling, and tensor parallelism sums activations twice a layer. What
+tables of eager, even batches cannot tell: graphs save launches; the longest sequence ends last.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import csv
 import io
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,17 @@ _N_DECODE, _KV_DECODE, _TIME_US = 2, 3, 4
 _AXES = 4
 #: Batch sizes that vLLM captures as CUDA graphs by default (`cudagraph_capture_sizes`, up to 512).
 CAPTURED: list[int] = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+CAPTURED_MAX = CAPTURED[-1]
+#: Nanoseconds by which replay in a CUDA graph shortens a kernel that was profiled eagerly:
+#: LLMServingSim's step sweep on an RTX PRO 6000, 589 us of a full graph of 324 kernels.
+REPLAY_SAVES_NS = 1800.0
+#: A layer's kernels in graphs of every step, and those of attention, in graphs of decodes alone.
+DENSE_KERNELS, ATTENTION_KERNELS = 8, 2
+#: Blocks of FlashAttention 2 per processor, below which it splits sequences: 0.8 of two.
+UNSPLIT = 1.6
+#: Share of the excess of the longest decode that lengthens a batch: 0.73 in the mean (0.4 to 0.95)
+#: of list schedules of its blocks, in order of arrival, at lengths of ShareGPT.
+TAIL_SHARE = 0.7
 #: Tokens, and sequences, up to which times are tabulated; beyond, they grow in proportion.
 MAX_TOKENS, MAX_SEQUENCES = 16_384, 1024
 #: Layers that run once a step, and how often the others run in one decoder layer.
@@ -97,9 +109,6 @@ class Tables:
     attention: Attention
     moe: tuple[Floats, list[LayerCurve]] | None  # experts' time by tokens and activated experts
     shards: int  # GPUs that share the experts of `moe`: 1 where it was measured at this degree
-    # how much of the way from the mean to the longest decode's time a batch of uneven lengths
-    # takes, 0 to 1, as the profiler measured it (`alpha_default`).
-    skew: float
 
 
 def find_tables(folder: Path, model: str, gpu: str, tp: int, dtype: str) -> Path:
@@ -164,7 +173,6 @@ def read_tables(folder: Path, tp: int = 1) -> Tables:
         attention=_read_attention(folder / "attention.csv", meta),
         moe=_read_experts(moe) if moe.is_file() else None,
         shards=shards,
-        skew=_skew(meta, tp),
     )
 
 
@@ -207,12 +215,6 @@ def _meta(folder: Path) -> Mapping[str, Any]:
         return {}
     meta = read_yaml(path)
     return meta if isinstance(meta, dict) else {}
-
-
-def _skew(meta: Mapping[str, Any], tp: int) -> float:
-    fits = (meta.get("skew_fit") or {}).get("per_tp") or {}
-    fit = fits.get(tp) or fits.get(str(tp)) or {}
-    return min(max(float(fit.get("alpha_default", 0.0)), 0.0), 1.0)
 
 
 def _read_attention(path: Path, meta: Mapping[str, Any]) -> Attention:
@@ -306,16 +308,17 @@ class ProfileTiming:
         _check(tables, architecture)
         gpu.check_tp(tp)
         self._layers = float(architecture.layers)
-        self._tables = tables
+        self._attention = _replayed(tables.attention) if graphs else tables.attention
         self._dense = _dense(tables, architecture, gpu, tp, graphs)
         self._heads = _heads(tables.sequences, architecture, gpu, tp)
+        self._tails = _tails(tables.attention, architecture, gpu, tp)
 
     def durations(self, batch: StepShape, repeat: int) -> Nanos:
         """Return the nanoseconds of each of `repeat` steps, shape (repeat,)."""
-        grid = self._tables.attention
+        grid = self._attention
         return profile_durations(
             batch.counts, batch.kv_lens, repeat, self._dense, self._heads, self._layers,
-            self._tables.skew, grid.chunks, grid.keys, grid.decodes, grid.kvs, grid.ns,
+            self._tails, grid.chunks, grid.keys, grid.decodes, grid.kvs, grid.ns,
         )  # fmt: skip
 
 
@@ -360,8 +363,34 @@ def _dense(tables: Tables, architecture: Architecture, gpu: Gpu, tp: int, graphs
         sums = np.array([gpu.all_reduce(count * width, tp) for count in tokens.tolist()])
         total += (2 * architecture.layers + 1) * sums * 1e9
     if graphs:
-        total = total[[_captured(count) for count in tokens.tolist()]]
+        total[: CAPTURED_MAX + 1] -= architecture.layers * DENSE_KERNELS * REPLAY_SAVES_NS
+        total = np.maximum(total, 0.0)[[_captured(count) for count in tokens.tolist()]]
     return total
+
+
+def _replayed(attention: Attention) -> Attention:
+    """Shorten attention of decodes without prompts as a full graph does."""
+    ns = attention.ns.copy()
+    ns[0, 0, 1:] = np.maximum(ns[0, 0, 1:] - ATTENTION_KERNELS * REPLAY_SAVES_NS, 0.0)
+    return replace(attention, ns=ns)
+
+
+def _tails(attention: Attention, architecture: Architecture, gpu: Gpu, tp: int) -> Floats:
+    """Nanoseconds for each token that the longest sequence exceeds others, by `decodes`.
+
+    The block of the longest sequence ends last, and alone. Steps with prompts (index 0) never
+    split a sequence; decodes are split, and even out, while their blocks fill few processors.
+    """
+    kvs, tails = attention.kvs, np.zeros(len(attention.decodes))
+    if not gpu.processors or len(kvs) < 2 or len(attention.chunks) < 2 or len(tails) < 2:
+        return tails
+    single = attention.ns[1, 0, 1]
+    half = int(np.argmin(np.abs(kvs[:-1] - kvs[-1] / 2)))
+    slope = float(single[-1] - single[half]) / (kvs[-1] - kvs[half])
+    blocks = attention.decodes * max(architecture.kv_heads // tp, 1)
+    tails[blocks >= UNSPLIT * gpu.processors] = TAIL_SHARE * max(slope, 0.0)
+    tails[0] = TAIL_SHARE * max(slope, 0.0)
+    return tails
 
 
 def _captured(tokens: int) -> int:
@@ -503,14 +532,14 @@ def _ahead(table: Floats, at: int) -> float:
 @kernel
 def profile_durations(
     counts: Ints, kv_lens: Ints, repeat: int, dense: Floats, heads: Floats, layers: float,
-    skew: float, chunks: Floats, keys: Floats, decodes: Floats, kvs: Floats, grid: Floats,
+    tails: Floats, chunks: Floats, keys: Floats, decodes: Floats, kvs: Floats, grid: Floats,
 ) -> Nanos:  # fmt: skip
     """Return the nanoseconds of each of `repeat` steps, shape (repeat,).
 
-    `dense` by tokens, `heads` by entries; `skew` (0 to 1) weighs the longest decode against the
-    mean; `chunks`, `keys`, `decodes`, `kvs` are axes 0 to 3 of `grid`, one layer's attention.
+    `dense` by tokens, `heads` by entries; `tails` of `_tails`; `chunks`, `keys`, `decodes`,
+    `kvs` are axes 0 to 3 of `grid`, one layer's attention.
     """
-    count, total, max_kv, prompt, squares, twice = 0, 0, 0, 0, 0, 0
+    count, total, max_kv, prompt, squares, twice, max_read = 0, 0, 0, 0, 0, 0, 0
     for i in range(counts.shape[0]):
         tokens, kv = int(counts[i]), int(kv_lens[i])
         if tokens == 1:
@@ -521,7 +550,13 @@ def profile_durations(
             prompt += tokens
             squares += tokens * tokens
             twice += tokens * (2 * kv + tokens)
+            max_read = max(max_read, kv + tokens)
     fixed = _ahead(dense, prompt + count) + _ahead(heads, counts.shape[0])
+    tail = tails[0]
+    if prompt == 0 and count:
+        low = _bracket(decodes, 1, float(count))
+        part = min(_share(decodes, low, float(count)), 1.0)
+        tail = tails[low] * (1.0 - part) + tails[min(low + 1, tails.shape[0] - 1)] * part
     durations = np.empty(repeat, dtype=np.int64)
     for step in range(repeat):
         mean = (total + count * step) / count if count else 0.0
@@ -530,10 +565,11 @@ def profile_durations(
             grid, chunks, keys, decodes, kvs, float(prompt), mean_reads, float(count), mean
         )
         max_len = float(max_kv + step)
-        if skew > 0.0 and max_len > mean:
+        excess = max_len - max(mean, float(max_read))
+        if tail > 0.0 and excess > 0.0:
             worst = _attention(
                 grid, chunks, keys, decodes, kvs, float(prompt), mean_reads, float(count), max_len
             )
-            time += skew * max(worst - time, 0.0)
+            time += min(tail * excess, max(worst - time, 0.0))
         durations[step] = max(int(fixed + layers * time + 0.5), 1)
     return durations
