@@ -124,8 +124,8 @@ def test_servers_end_though_a_thread_is_stuck(tmp_path: Path, command: str) -> N
 #: Begins the processes of `pigou plan`, and prints their ids.
 PLANNING = """
 import time
-from pigou.cli.plan import _processes
-with _processes(2) as pool:
+from pigou.cli.plan import processes
+with processes(2) as pool:
     for _ in range(4):
         pool.submit(time.sleep, 0.05)
     print(*pool._processes, flush=True)

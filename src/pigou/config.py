@@ -17,7 +17,7 @@ import msgspec
 #: repeatable. `named`: NAME[,key=value]... `weights`: NAME=weight[,NAME=weight]...
 #: `entries`: NAME,key=value... (tiers: NAME=SIZE[@PLACE],key=value...), repeatable; each is a
 #: struct. `rate`: a number, or a text.
-Form = Literal["plain", "size", "seconds", "numbers", "named", "weights", "entries", "rate"]
+Form = Literal["plain", "size", "seconds", "numbers", "named", "weights", "entries", "rate", "file"]
 #: Heading of options that belong to no group; it comes last.
 OTHER_OPTIONS = "Options"
 _EXTRA = "option"
@@ -130,7 +130,8 @@ class Option:
     group: str = OTHER_OPTIONS  # heading that it stands under in the help
     name: str = ""  # with underscores; empty for the field's own
     form: Form = "plain"
-    key: str = ""  # `named` form: key of the field's dictionary that the name goes to
+    # `named` form: key of the field's dictionary that the name goes to; `file`: key in a JSON file.
+    key: str = ""
     params: str = ""  # `named` form without key: field that the parameters go to
     flags: tuple[str, ...] = ()  # as they are typed, such as `--chat`; empty for `--name`
     # whether the parser checks the values of a Literal, and the help lists them.
@@ -357,6 +358,16 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             key="controller",
         ),
     ] = msgspec.field(default_factory=lambda: {"controller": "static"})
+    operating_points: Annotated[
+        dict[str, Any],
+        option(
+            "File of `pigou frontier --json`: settings of router and engines by load regime, "
+            "applied as it changes.",
+            "Routing",
+            form="file",
+            key="operating_points",
+        ),
+    ] = {}
     max_decisions: int = 1000  # decisions that are kept for the status API
     index: IndexConfig = msgspec.field(default_factory=IndexConfig)  # limits of the prefix index
     peer_reads: Annotated[
@@ -430,4 +441,9 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         )  # fmt: skip
         for tenant, weight in self.tenant_weights.items():
             check_bounds(f"tenant_weights of {tenant!r}", weight, gt=0)
+        if self.operating_points and self.controller != {"controller": "static"}:
+            raise ConfigError(
+                f"controller is {self.controller['controller']!r}, and operating_points are given, "
+                "which a controller of their own applies; give one of the two"
+            )
         check_bounds("temperature", self.temperature, ge=0)

@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, ControlConfig
+from pigou.control.messages import SetEngineLimits
+from pigou.control.plane import ControlPlane
 from pigou.control.routing_controller import (
     E2ESample,
+    OperatingPoint,
     Parameters,
     RoutingSetting,
     Static,
@@ -107,3 +110,45 @@ def test_controllers_are_found_by_name() -> None:
 def test_bad_parameters_are_refused_by_name(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(values, CusumDetector(), np.random.default_rng(0))
+
+
+def pointed(light: dict[str, object], heavy: dict[str, object], **settings: object) -> ControlPlane:
+    points = {"light": light, "heavy": heavy}
+    return ControlPlane(ControlConfig(operating_points=points, **settings))
+
+
+def test_a_regime_s_operating_point_is_in_force_and_what_it_leaves_out_is_as_started() -> None:
+    plane = pointed(
+        {"params": {"urgency": 4.0}},
+        {"temperature": 0.5, "params": {"toll": 0.25}, "max_seqs": 8},
+        temperature=0.1, params={"toll": 2.0},
+    )  # fmt: skip
+    fixed = Fixed()
+    plane.tracker.controller._detector = fixed
+    assert plane.tick(1) == []  # it sets no limits, and none were set
+    status = plane.status(1)
+    assert (status.controller, status.temperature) == ("operating-points", 0.1)
+    assert (status.parameters["urgency"], status.parameters["toll"]) == (4.0, 2.0)
+    for regime in (Regime.TRANSITION, Regime.SATURATED):
+        fixed.regime = regime
+        limits = [action for action in plane.tick(2) if isinstance(action, SetEngineLimits)]
+        expected = [SetEngineLimits(max_seqs=8)] if regime is Regime.TRANSITION else []
+        assert limits == expected  # once
+        status = plane.status(2)
+        assert status.point == OperatingPoint(temperature=0.5, params={"toll": 0.25}, max_seqs=8)
+        assert status.temperature == 0.5
+        assert (status.parameters["urgency"], status.parameters["toll"]) == (2.0, 0.25)
+    fixed.regime = Regime.BELOW
+    assert SetEngineLimits() in plane.tick(3)
+    assert plane.status(3).parameters["urgency"] == 4.0
+
+
+def test_operating_points_that_nothing_honours_are_refused() -> None:
+    with pytest.raises(ConfigError, match="urge is no parameter of the routing policy"):
+        pointed({"params": {"urge": 1.0}}, {})
+    with pytest.raises(ConfigError, match="max_seqs is 0; it must be at least 1"):
+        pointed({}, {"max_seqs": 0})
+    with pytest.raises(ConfigError, match="unknown field `night`"):
+        ControlPlane(ControlConfig(operating_points={"night": {}}))
+    with pytest.raises(ConfigError, match="controller is 'operating-points', and operating_points"):
+        pointed({}, {"max_seqs": 1}, controller={"controller": "operating-points"})

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from setups import check_times, closed_loop, figures, open_loop, simulation
 from tests.lib.examples import examples
 
+from pigou.control.saturation.regime import Regime
 from pigou.request import SECOND, Role
 from pigou.sim.fleet_config import FleetConfig, Outage, RoleFlipConfig, StartUpConfig, WorkerGroup
 from pigou.sim.request_run import RunOutcome
@@ -20,6 +21,12 @@ from pigou.windows.planner_window import WorkerState
 
 SPLIT = (WorkerGroup(role=Role.PREFILL, count=2), WorkerGroup(role=Role.DECODE, count=2))
 BOTH = (WorkerGroup(count=3),)
+
+
+class Fixed:
+    """A detector that says what it is told to."""
+
+    regime = Regime.BELOW
 
 
 def fleet(groups: tuple[WorkerGroup, ...] = BOTH, **rest: Any) -> FleetConfig:
@@ -112,6 +119,31 @@ def test_limits_of_a_pool_hold_from_the_next_step_on(stepwise: bool) -> None:
     assert joined.sim is not None
     with pytest.raises(ValueError, match="at least 1"):
         joined.sim.core.set_limits(0, 1)
+
+
+def test_an_operating_point_limits_workers_that_run_join_and_return_until_the_regime_falls() -> (
+    None
+):
+    points = {"heavy": {"max_seqs": 4}}
+    group = WorkerGroup(fails=(Outage(start=1.5, end=2.0),))
+    made = simulation(closed_loop(24, 5.0), fleet((group,)), control={"operating_points": points})
+    fixed = Fixed()
+    made.fleet.plane.tracker.controller._detector = fixed
+    running: dict[float, list[int]] = {}
+
+    def look(now: int) -> None:
+        ready = [worker.sim.load(now)[0] for worker in made.fleet.workers if worker.sim is not None]
+        running[(now - EPOCH) / SECOND] = ready
+
+    at(made, 1.0, lambda _: setattr(fixed, "regime", Regime.SATURATED))
+    at(made, 1.6, lambda now: made.membership.add("both", now))
+    at(made, 3.5, lambda _: setattr(fixed, "regime", Regime.BELOW))
+    for seconds in (0.9, 3.3, 4.8):
+        at(made, seconds, look)
+    ended_well(made)
+    assert max(running[0.9]) > 8
+    assert [count <= 4 for count in running[3.3]] == [True, True]
+    assert max(running[4.8]) > 4
 
 
 def test_steps_that_are_planned_at_once_heed_a_limit_as_single_steps_do() -> None:

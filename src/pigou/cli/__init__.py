@@ -28,6 +28,7 @@ COMMANDS = {
     "simulate": "Simulate a fleet: the production scheduler, router and cache under a virtual clock.",  # noqa: E501
     "sweep": "Measure TTFT of prefill and ITL of decode pools, live or simulated, for planners.",
     "plan": "Choose a fleet: thousands of configurations analysed, the best of them simulated.",
+    "frontier": "Find settings of router and engines by load: TTFT, ITL and tokens/s that they trade.",  # noqa: E501
     "vram": "Map a GPU's memory under a model: six terms, the KV of a token, and what a batch needs.",  # noqa: E501
     "experiment": 'Run an experiment of "The Price of Anarchy in Disaggregated Inference" again.',
     "report": "Compare runs, or draw an experiment: one page with plots.",

@@ -32,6 +32,7 @@ from pigou.cli.option_values import (
     number_or_text,
     numbers,
     parse_size,
+    read_part,
 )
 from pigou.config import OTHER_OPTIONS, ConfigError, Option, RunError, check_all, option_of, wrong
 from pigou.kv.tier_config import TierOption, split_tier
@@ -50,6 +51,8 @@ COMMON = {
     "prefixes prefix_length trace sessions seed timeout slo json requests",
     "simulate": "workload fleet model gpu tp timing blocks engine tier prefill_queue prices policy "
     "admission seed slo planner gateways json requests report",
+    "frontier": "workload fleet model gpu tp timing blocks engine policy seed slo given candidates "
+    "requests seeds jobs json picture",
     "sweep": "isl workers utilisation requests concurrency contexts osl model gpu tp timing blocks "
     "max_seqs engine seed out url decode_workers api_key",
 }
@@ -285,7 +288,7 @@ class ConfigOption:
     def _typed(self) -> Any:
         if self.repeatable:
             return list[str] | None
-        if self.option.form in ("size", "named", "weights"):
+        if self.option.form in ("size", "named", "weights", "file"):
             return str
         if self.option.form == "rate":
             return str | None
@@ -306,7 +309,7 @@ class ConfigOption:
                 default = format_size(default)
             case "seconds":
                 default = default / SECOND
-            case "weights":
+            case "weights" | "file":
                 default = ""
             case "named" if option.key:
                 default = default[option.key]
@@ -325,8 +328,8 @@ class ConfigOption:
             values[name] = typed if typed is None else number_or_text(typed)
         elif form == "numbers":
             values[name] = numbers(flag, typed or [])
-        elif form == "weights":
-            values[name] = named(flag, f"_,{typed}")[1] if typed else {}
+        elif form in ("weights", "file"):
+            values[name] = self._mapping(typed) if typed else {}
         elif form == "named":
             chosen, params = named(flag, typed)
             if self.option.key:
@@ -340,6 +343,11 @@ class ConfigOption:
             values[name] = typed or (() if self.default is msgspec.NODEFAULT else self.default)
         else:
             values[name] = typed
+
+    def _mapping(self, typed: str) -> dict[str, object]:
+        if self.option.form == "file":
+            return read_part(self.flag, typed, self.option.key)
+        return named(self.flag, f"_,{typed}")[1]
 
 
 def read_struct(flag: str, text: str, kind: type[Struct], first: str = "name") -> Struct:

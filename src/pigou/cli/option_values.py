@@ -13,6 +13,7 @@ import typer
 
 from pigou.config import ConfigError, RunError
 from pigou.request import SECOND
+from pigou.small_file import read_json
 
 #: Seconds; some more would be no integer of 64 bits in nanoseconds.
 _MAX_SECONDS = 10**9
@@ -100,6 +101,18 @@ def _read(text: str) -> object:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
         return text
+
+
+def read_part(option: str, file: str, key: str) -> dict[str, object]:
+    """Return the object under `key` of a JSON file, or the file's own where it has no such key."""
+    try:
+        document = read_json(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option} is {file!r}, and cannot be read as JSON: {error}") from None
+    part = document.get(key, document) if isinstance(document, dict) else None
+    if not isinstance(part, dict) or not part:
+        raise ConfigError(f"{option} is {file!r}, which has no object {key!r}; give such a file")
+    return part
 
 
 def check_json(file: str, option: str = "--json") -> None:

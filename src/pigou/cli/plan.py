@@ -124,7 +124,7 @@ def plan(
     shape = architecture(model)
     for dtype in filter(None, request.kv_dtypes):
         replace(shape, kv_dtype=dtype)  # refuses what is no number format
-    with _processes(trials.jobs) as pool, WorkProgress() as progress:
+    with processes(trials.jobs) as pool, WorkProgress() as progress:
         task = progress.add_task("reading the workload", total=None)
 
         def watch(stage: str, done: int, total: int) -> None:
@@ -182,7 +182,7 @@ def gpu_prices(text: str, counts: Mapping[str, int]) -> dict[str, float]:
 
 
 @contextmanager
-def _processes(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
+def processes(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
     """Yield a pool of processes that share loaded modules; None if one process is enough."""
     from pigou.capacity.plan.trial import warm_up
     from pigou.worker.engine_thread.heartbeat import watch_parent

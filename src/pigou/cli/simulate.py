@@ -33,8 +33,8 @@ _FIGURES = ("mean", "p50", "p90", "p95", "p99")
 #: Options of the control plane that differ from those of `pigou serve`: a simulation of the workers
 #: alone has no limits unless they are given.
 _CONTROL = Override(
-    "policy temperature controller saturation admission max_inflight max_inflight_tokens "
-    "max_queued queue_timeout seed",
+    "policy temperature controller operating_points saturation admission max_inflight "
+    "max_inflight_tokens max_queued queue_timeout seed",
     policy="Routing policy: NAME[,parameter=value]...",
     controller="Controller of temperature, as in `pigou serve`.",
     saturation="Saturation detector, as in `pigou serve`.",
@@ -112,13 +112,13 @@ def simulate(
     from pigou.cli.report import Reporter
 
     seed = control.seed
-    control = _without_limits(control)
+    control = without_limits(control)
     try:
         what, members = read_workload_spec(workload, seed), read_fleet(fleet)
         if gateways != "1":
             replicas = read_struct("--gateways", gateways, GatewaysConfig, "count")
             members = msgspec.structs.replace(members, gateways=replicas)
-        _check_link(members, setup.model)
+        check_link(members, setup.model)
         simulation = Simulation(
             what.workload, members, setup, control, what.client, seed=seed, scaling=scaling
         )
@@ -151,14 +151,15 @@ def simulate(
     _show(document)  # last: the files are written even where the pipe is closed
 
 
-def _without_limits(control: ControlConfig) -> ControlConfig:
+def without_limits(control: ControlConfig) -> ControlConfig:
+    """Return a configuration whose limits of 0 are none."""
     from pigou.sim.simulation import LIMITS, UNLIMITED
 
     limits = {name: getattr(control, name) or UNLIMITED for name in LIMITS}
     return msgspec.structs.replace(control, **limits)
 
 
-def _check_link(fleet: FleetConfig, model: str) -> None:
+def check_link(fleet: FleetConfig, model: str) -> None:
     """Refuse a bandwidth that says nothing: how much there is to move, a model tells."""
     from pigou.sim.network import LinkConfig
 

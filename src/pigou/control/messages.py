@@ -209,6 +209,13 @@ class Assess(Message, frozen=True):
     snapshot: PoASnapshot
 
 
+class SetEngineLimits(Message, frozen=True, kw_only=True):
+    """Set limits of all workers' engines; None restores the one that a worker was started with."""
+
+    max_seqs: int | None = None  # most running requests per worker
+    max_batched_tokens: int | None = None  # most tokens per step
+
+
 class Assessed(Message, frozen=True):
     """Price of Anarchy of a snapshot; None if there was nothing to compare."""
 
@@ -242,5 +249,5 @@ class Tick(Message, frozen=True):
     """A call of `ControlPlane.tick`."""
 
 
-#: Decisions of `tick`. Parameters, role changes and scaling join the queue's decisions here.
-Action: TypeAlias = Route | Shed | Recall | Assess
+#: Decisions of `tick`.
+Action: TypeAlias = Route | Shed | Recall | Assess | SetEngineLimits

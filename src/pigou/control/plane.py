@@ -37,6 +37,7 @@ from pigou.control.messages import (
     Recall,
     Report,
     Route,
+    SetEngineLimits,
     Shed,
     WorkerDown,
     WorkerDraining,
@@ -49,7 +50,7 @@ from pigou.control.request_tracker import RequestTracker
 from pigou.control.router import Explanation, Router
 from pigou.control.routing.policy import RoutingPolicy, load, params_of
 from pigou.control.routing.view import FleetView
-from pigou.control.routing_controller import Static
+from pigou.control.routing_controller import OperatingPoint, OperatingPoints, Static
 from pigou.control.routing_controller import load as load_controller
 from pigou.control.saturation.regime import Regime
 from pigou.control.saturation.regime import load as load_detector
@@ -73,6 +74,7 @@ class Status:
 
     policy: str  # routing policy
     controller: str  # routing controller; "static" keeps parameters
+    point: OperatingPoint  # operating point in force; empty where none was given
     regime: Regime
     signal: float  # detector input: smoothed TTFT P99, or its own statistic
     temperature: float
@@ -120,12 +122,19 @@ class ControlPlane:
             load(config.policy, config.params) if policy is None else policy, config
         )
         detector = load_detector(config.saturation)
-        controller = load_controller(
-            config.controller, detector, np.random.default_rng(config.seed)
-        )
+        chosen = config.controller
+        if config.operating_points:
+            chosen = {"controller": "operating-points", **config.operating_points}
+        controller = load_controller(chosen, detector, np.random.default_rng(config.seed))
+        if isinstance(controller, OperatingPoints):
+            self.router.check(controller.config.light.params)
+            self.router.check(controller.config.heavy.params)
+        self.controller = str(chosen["controller"])
         self.tracker = RequestTracker(detector, controller)
         self.state = self.tracker.state
         self._tunes = not isinstance(controller, Static)
+        self._started_with = dict(params_of(self.router.policy))
+        self.point = OperatingPoint()  # in force
         limits = config.index
         self.index = PrefixIndex(limits.max_blocks, limits.max_total, limits.ttl)
         self.cache_monitor = CacheMonitor()
@@ -273,9 +282,9 @@ class ControlPlane:
         if self.tracker.detector.regime is not self._regime:  # an enum's value is slow to read
             self._regime = self.tracker.detector.regime
             self.router.regime = self._regime.value
-        if self._tunes:
-            self._tune(now)
         actions: list[Action] = [*admission.displaced]
+        if self._tunes:
+            actions += self._tune(now)
         admission.displaced.clear()
         if self.state.oldest_arrival <= now - self.config.queue_timeout:
             actions += self._overdue_inside(now)
@@ -297,7 +306,7 @@ class ControlPlane:
         unknown, estimates = self._unknown(now), tracker.latency_model.peek(now)
         output = tracker.latency_model.outputs.expected(NEVER)
         return Status(
-            policy=router.name, controller=str(self.config.controller["controller"]),
+            policy=router.name, controller=self.controller, point=self.point,
             regime=detector.regime, signal=detector.signal, temperature=router.temperature,
             parameters=dict(params_of(router.policy)), poa=None if unknown else self._poa,
             unknown=unknown, caching=self.cache_monitor.status(state), workers=state.ids,
@@ -324,10 +333,27 @@ class ControlPlane:
         """Return the fleet as policies see it for this request, valid until the next call."""
         return self.tracker.view(request, self.index, now)
 
-    def _tune(self, now: int) -> None:
+    def _tune(self, now: int) -> Sequence[SetEngineLimits]:
+        """Apply the controller's parameters; return changed limits of the engines."""
         parameters = self.tracker.controller.parameters(now)
         self.tracker.setting = parameters.setting
-        self.router.tune(parameters.temperature, {"overlap_weight": parameters.overlap_weight})
+        point, old = parameters.point, self.point
+        if point is None:
+            self.router.tune(parameters.temperature, {"overlap_weight": parameters.overlap_weight})
+            return ()
+        if point is old:
+            return ()
+        self.point = point
+        temperature = self.config.temperature if point.temperature is None else point.temperature
+        self.router.tune(temperature, self._started_with | point.params)
+        limits = SetEngineLimits(
+            max_seqs=point.max_seqs, max_batched_tokens=point.max_batched_tokens
+        )
+        same = (old.max_seqs, old.max_batched_tokens) == (
+            limits.max_seqs,
+            limits.max_batched_tokens,
+        )
+        return () if same else (limits,)
 
     def _assess(self, now: int) -> Sequence[Assess]:
         self._assessed = now

@@ -1,4 +1,4 @@
-"""Routing controllers: set the temperature and overlap weight of requests."""
+"""Routing controllers: set parameters of the router, and limits of engines, as load changes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Protocol, Self
 import msgspec
 import numpy as np
 
-from pigou.config import check_fields
-from pigou.control.saturation.regime import Detector, TTFTSample
+from pigou.config import check_bounds, check_fields
+from pigou.control.saturation.regime import Detector, Regime, TTFTSample
 from pigou.registry import named, read_struct
 
 GROUP = "pigou.controller"
@@ -27,12 +27,29 @@ class RoutingSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_fields(self, "temperature", "overlap_weight", ge=0)
 
 
+class OperatingPoint(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
+    """Settings of router and engines under a load; what is None or left out stays as started."""
+
+    temperature: float | None = None
+    params: dict[str, float] = {}  # parameters of the routing policy
+    max_seqs: int | None = None  # most running requests per worker
+    max_batched_tokens: int | None = None  # most tokens per step
+
+    def __post_init__(self) -> None:
+        for name, low in (("temperature", 0), ("max_seqs", 1), ("max_batched_tokens", 1)):
+            if (value := getattr(self, name)) is not None:
+                check_bounds(name, value, ge=low)
+
+
 class Parameters(RoutingSetting, frozen=True):
     """Parameters that a request is routed with."""
 
     # index of this choice of the controller's; the outcome of the request carries it back
     # (`TTFTSample.setting`, `E2ESample.setting`).
     setting: int = 0
+    point: OperatingPoint | None = None  # in place of temperature and overlap weight
 
     @classmethod
     def of(cls, setting: RoutingSetting, index: int = 0) -> Self:
@@ -87,6 +104,36 @@ class Static:
     def parameters(self, now: int) -> Parameters:
         """Return the setting."""
         return self._parameters
+
+
+class OperatingPointsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of `OperatingPoints`: a point for each load, as `pigou frontier` finds them."""
+
+    light: OperatingPoint = OperatingPoint()  # while the regime is Below
+    heavy: OperatingPoint = OperatingPoint()  # in Transition, and while Saturated
+
+
+class OperatingPoints:
+    """Applies the operating point of the detector's regime."""
+
+    Params: ClassVar[type[msgspec.Struct]] = OperatingPointsConfig
+
+    def __init__(
+        self, config: OperatingPointsConfig, detector: Detector, generator: object = None
+    ) -> None:
+        self.config = config
+        self._detector = detector
+        self._parameters = tuple(
+            Parameters(setting=index, point=point)
+            for index, point in enumerate((config.light, config.heavy))
+        )
+
+    def observe(self, now: int, outcome: TTFTSample | E2ESample) -> None:
+        """Learn nothing beside the detector."""
+
+    def parameters(self, now: int) -> Parameters:
+        """Return the point of the regime."""
+        return self._parameters[self._detector.regime is not Regime.BELOW]
 
 
 def load(

@@ -20,6 +20,7 @@ from pigou.control.messages import (
     ReadFailed,
     Recall,
     Route,
+    SetEngineLimits,
 )
 from pigou.control.plane import ControlPlane
 from pigou.control.pull_queue.config import PullQueueConfig
@@ -100,12 +101,12 @@ class Dispatcher:
     def __init__(
         self, plane: AnyPlane, clock: Clock, network: Network,
         workers: Mapping[str, FleetWorker], overhead_ns: int, lease_ns: int,
-        assess: Callable[[Assess, int], None], leg_ns: int = 0,
+        act: Callable[[Assess | SetEngineLimits, int], None], leg_ns: int = 0,
         lagging: LaggingWorkers | None = None, pull: PullQueueConfig | None = None,
     ) -> None:  # fmt: skip
         self.shed = 0
         self._plane, self._clock = plane, clock
-        self._workers, self._assess = workers, assess
+        self._workers, self._act = workers, act
         self._overhead_ns, self._leg_ns = overhead_ns, leg_ns
         self._lagging = {} if lagging is None else lagging
         self._attempts: dict[str, Attempt] = {}
@@ -195,8 +196,8 @@ class Dispatcher:
     def perform(self, decisions: Iterable[Decision | Action], now: int) -> None:
         """Apply the control plane's decisions."""
         for decision in decisions:
-            if isinstance(decision, Assess):
-                self._assess(decision, now)
+            if isinstance(decision, Assess | SetEngineLimits):
+                self._act(decision, now)
             elif (attempt := self._attempts.get(decision.request)) is not None:
                 self._decided(attempt, decision, now)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
+from typing import TypeAlias
 
 import msgspec
 
@@ -18,6 +19,7 @@ from pigou.control.messages import (
     CacheLost,
     Decision,
     LoadReport,
+    SetEngineLimits,
     WorkerDown,
     WorkerDraining,
     WorkerUp,
@@ -54,6 +56,8 @@ _GANG = "fleet"
 #: Tick interval of the control plane, as in the gateway.
 TICK = SECOND // 10
 _MS = 1_000_000
+#: Most running requests, and most tokens per step; None for those that a worker started with.
+EngineLimits: TypeAlias = tuple[int | None, int | None]
 
 
 class FleetPlacer:
@@ -175,6 +179,9 @@ class SimulatedFleet:
         self.itl = ITLHistogram()
         self.assessments: list[PoAEstimate] = []
         self.placements: list[Placement] = []
+        self.limits: defaultdict[str, EngineLimits] = defaultdict(lambda: self._limits)  # by pool
+        self._limits: EngineLimits = (None, None)  # default of pools
+        self.limited = False  # whether any were set
         self._by_name: dict[str, FleetWorker] = {}
         self._config, self._clock, self._stepwise = config, clock, stepwise
         self._rng, self._seed = Random(seed), seed
@@ -183,7 +190,7 @@ class SimulatedFleet:
         self._lagging: LaggingWorkers = {}
         self.dispatcher = Dispatcher(
             self.gateways or self.plane, clock, self.network, self._by_name,
-            round((config.overhead_ms or 0) * _MS), round(config.lease_s * SECOND), self._assess,
+            round((config.overhead_ms or 0) * _MS), round(config.lease_s * SECOND), self._act,
             round(config.leg_ms * _MS), self._lagging, pull,
         )  # fmt: skip
         if self.gateways is not None:
@@ -278,6 +285,17 @@ class SimulatedFleet:
             self.dispatcher.observe(WorkerDown(worker.name), now)
         worker.registered = True
         self.dispatcher.observe(WorkerUp(worker.info), now)
+        self.limit(worker, now)
+
+    def limit(self, worker: FleetWorker, now: int) -> None:
+        """Apply its pool's limits to a worker, or its own."""
+        limits = self.limits.get(worker.pool, self._limits)
+        if worker.sim is None or not self.limited:
+            return
+        engine, core = worker.spec.engine, worker.sim.core
+        seqs = engine.max_seqs if limits[0] is None else limits[0]
+        tokens = engine.max_batched_tokens if limits[1] is None else limits[1]
+        worker.sim.call_core(lambda _: core.set_limits(seqs, tokens), now)
 
     def remove(self, worker: FleetWorker, now: int) -> None:
         """Remove a worker at once, for good; its requests migrate."""
@@ -405,6 +423,16 @@ class SimulatedFleet:
         if self.gateways is not None and len(self.gateways.queue):
             self.dispatcher.catch_up()
         self.dispatcher.perform(call(), now)
+
+    def _act(self, action: Assess | SetEngineLimits, now: int) -> None:
+        """Carry out what the control plane asks of the fleet."""
+        if isinstance(action, Assess):
+            self._assess(action, now)
+            return
+        self._limits, self.limited = (action.max_seqs, action.max_batched_tokens), True
+        self.limits.clear()
+        for worker in self.workers:
+            self.limit(worker, now)
 
     def _assess(self, request: Assess, now: int) -> None:
         snapshot = None

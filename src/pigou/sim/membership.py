@@ -67,7 +67,6 @@ class Membership:
         self._fleet, self._config, self._clock = fleet, config, clock
         self._rng = Random(f"{seed} starts")
         self._drains: dict[str, _Drain] = {}
-        self._limits: dict[str, tuple[int | None, int | None]] = {}
         self._looks = False
         names = self._make_pools(config, specs)
         workers = iter(fleet.workers)
@@ -147,13 +146,14 @@ class Membership:
         self, pool: str, max_seqs: int | None, max_batched_tokens: int | None, now: int
     ) -> None:
         """Set running limits of a pool's present and future workers; None keeps one."""
-        seqs, tokens = self._limits.get(pool, (None, None))
-        self._limits[pool] = (
+        seqs, tokens = self._fleet.limits[pool]
+        self._fleet.limits[pool] = (
             seqs if max_seqs is None else max_seqs,
             tokens if max_batched_tokens is None else max_batched_tokens,
         )
+        self._fleet.limited = True
         for worker in self.members(pool):
-            self._limit(worker, now)
+            self._fleet.limit(worker, now)
 
     def flip(self, worker: FleetWorker, pool: str, now: int) -> None:
         """Flip a ready worker to another pool, after a drain if flips need one."""
@@ -191,22 +191,10 @@ class Membership:
             worker.failed_starts = 0
             self._fleet.start(worker, at)
             self._note(worker, at)
-            self._limit(worker, at)
             self._warm_up(worker, at)
             self._expect_loss(worker, at)
 
         self._at(now + round(took_s * SECOND), worker, ended)
-
-    def _limit(self, worker: FleetWorker, now: int) -> None:
-        """Apply a pool's limits to a worker, or its own."""
-        if worker.sim is None or not self._limits:
-            return
-        engine = worker.spec.engine
-        seqs, tokens = self._limits.get(worker.pool, (None, None))
-        seqs = engine.max_seqs if seqs is None else seqs
-        tokens = engine.max_batched_tokens if tokens is None else tokens
-        core = worker.sim.core
-        worker.sim.call_core(lambda _: core.set_limits(seqs, tokens), now)
 
     def _warm_up(self, worker: FleetWorker, now: int) -> None:
         config, sim = self._config.start_up, worker.sim
@@ -285,7 +273,7 @@ class Membership:
                     self._migrate(worker, at)
                 self._fleet.readmit(worker, at)
                 self._note(worker, at)
-                self._limit(worker, at)
+                self._fleet.limit(worker, at)
 
         if flip.seconds:
             self._note(worker, now)

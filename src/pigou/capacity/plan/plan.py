@@ -13,6 +13,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from pigou.capacity.frontier import dominated
 from pigou.capacity.plan.analysis import Analysis, Configuration, LoadFigures
 from pigou.capacity.plan.demand import Demand
 from pigou.capacity.plan.search_space import NEAR, Candidate, candidates
@@ -360,16 +361,9 @@ def _front(
             figures.usd_per_million_output or 0.0,
         )  # fmt: skip
 
-    loss_rows = [loss(item) for item in planned]
-    front: list[PlannedConfiguration] = []
-    dominated: list[PlannedConfiguration] = []
-    for item, own in zip(planned, loss_rows, strict=True):
-        beaten = any(
-            other != own and all(theirs <= mine for theirs, mine in zip(other, own, strict=True))
-            for other in loss_rows
-        )
-        (dominated if beaten else front).append(item)
-    return front, dominated
+    beaten = dominated(np.array([loss(item) for item in planned])).tolist()
+    pairs = list(zip(planned, beaten, strict=True))
+    return [item for item, lost in pairs if not lost], [item for item, lost in pairs if lost]
 
 
 @dataclass(frozen=True)
