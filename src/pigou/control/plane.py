@@ -242,6 +242,8 @@ class ControlPlane:
                 decisions = hand_over(self.state, worker)
             case WorkerDown(worker):
                 self._expect_back(worker, now)
+                if self.router.meter is not None:
+                    self.router.meter.take(worker)
                 self.tracker.down(worker)
                 self.admission.capacity.down(worker)
                 self.index.drop(worker)

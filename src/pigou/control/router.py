@@ -139,6 +139,39 @@ class DecisionLedger:
         return iter(list(reversed(self._decisions.values())))
 
 
+class RouteMeter:
+    """Prompt tokens that routes bring to each worker, for a planner's windows."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, float] = {}
+
+    def add(
+        self, prompt: int, fleet: FleetView, candidates: Candidates, index: int, prices: CostTable,
+        rise: float,
+    ) -> None:  # fmt: skip
+        """Add a route's prompt where it would be cheapest if no prefill worker had a queue.
+
+        So tokens say what routes want prefill workers for, however many there are.
+        """
+        computes = candidates.computes.item(index)
+        if (
+            candidates.prefill.item(index) < 0
+            and (remote := np.flatnonzero(~candidates.local)).size
+        ):
+            _, prefill_s, transfer_s, decode_s, _, stream_s, _, memory_s, _ = prices.rows[:, remote]
+            ttft_s = prefill_s + transfer_s
+            idle_s = ttft_s + decode_s + 0.5 * rise * ttft_s * ttft_s + stream_s + memory_s
+            best = int(idle_s.argmin())
+            if idle_s[best] < prices.total[index]:
+                computes = candidates.prefill.item(remote[best])
+        worker, tokens = fleet.ids[computes], prompt - fleet.cached(prompt).item(computes)
+        self._tokens[worker] = self._tokens.get(worker, 0.0) + tokens
+
+    def take(self, worker: str) -> float:
+        """Return a worker's tokens since the last call."""
+        return self._tokens.pop(worker, 0.0)
+
+
 class Router:
     """Chooses workers by a policy, at a temperature."""
 
@@ -148,6 +181,7 @@ class Router:
         self.temperature = config.temperature  # softmax temperature; 0 takes the cheapest
         self.regime = ""
         self.ledger = DecisionLedger(config.max_decisions)
+        self.meter: RouteMeter | None = None  # None without a planner
         self._softmax = config.softmax
         self._price = Toll()
         self._candidates = CandidateCache()
@@ -190,12 +224,16 @@ class Router:
             note(request, fleet, candidates, pick.index, split)
         held = fleet.cached(request.prompt)
         choice = _choice(candidates, pick, fleet, held)
-        if self.ledger.max_decisions:
+        if self.ledger.max_decisions or self.meter is not None:
             if type(split) is CostTable and getattr(policy, "full_price", False):
                 prices = split
             else:
                 prices = self._price.parts(request, fleet, candidates)
             self._price.note(request, fleet, candidates, pick.index, prices)
+            if self.meter is not None:
+                rise = self._price.rise
+                self.meter.add(request.prompt, fleet, candidates, pick.index, prices, rise)
+        if self.ledger.max_decisions:
             explanation = Explanation(
                 request.id, now, self.name, temperature, self.regime, request.prompt, pick.index,
                 fleet.ids, candidates, held, costs, split, prices, choice, fleet.fetches,

@@ -149,7 +149,7 @@ class PlannerWindows:
                 "kv_usage": report.kv_usage,
             }
         return self._builder.worker(
-            life, worker, plane.state.columns, row, _rise(report, last, "prefill_tokens"),
+            life, worker, plane, row, _rise(report, last, "prefill_tokens"),
             cached_tokens=float(plane.index.cache(member.id).blocks * worker.block_size),
             prefill_s=prefill_s,
             itl_s=itl_s / gaps if decodes and itl_s is not None and gaps else None,

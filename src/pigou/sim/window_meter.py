@@ -184,7 +184,7 @@ class WindowMeter:
         decoded = worker.info.role is not Role.PREFILL and new_steps > 0
         # After a restart counters begin anew, and nothing of the window is known.
         return self._builder.worker(
-            life, worker.info, state.columns, row,
+            life, worker.info, self._plane, row,
             max(0, meter.prefill_tokens - before.prefill_tokens),
             waiting=waiting,
             running=running,

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.latency_model.estimates import pairs
+from pigou.control.plane import ControlPlane
 from pigou.control.price_of_anarchy import PoAEstimate
-from pigou.control.state import Columns
+from pigou.control.router import RouteMeter
 from pigou.objectives import Objectives
 from pigou.request import SECOND, Worker
 from pigou.windows.observations import FleetObservation, TenantObservation
@@ -184,10 +185,13 @@ class PlannerWindowBuilder:
         return self.counts.setdefault(worker, WorkerCounts())
 
     def worker(
-        self, life: WorkerWindow, worker: Worker, columns: Columns, row: int,
+        self, life: WorkerWindow, worker: Worker, plane: ControlPlane, row: int,
         prefill_tokens: float | None, **figures: Any,
     ) -> WorkerWindow:  # fmt: skip
         """Return a worker's window; `figures` are fields of `WorkerWindow`, None means unknown."""
+        columns, router = plane.state.columns, plane.router
+        if router.meter is None:
+            router.meter = RouteMeter()
         counts = self.counts.pop(life.id, WorkerCounts())
         counts.observe_tokens(prefill_tokens)
         known: dict[str, Any] = {
@@ -200,6 +204,7 @@ class PlannerWindowBuilder:
             "computed_prompts": counts.prompts,
             "computed_tokens": float(counts.tokens),
             "computed_pairs": counts.pairs,
+            "routed_tokens": router.meter.take(worker.id),
         }
         return msgspec.structs.replace(life, **known | figures)
 

@@ -40,6 +40,8 @@ class WorkerWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     prefill_s: float | None = None  # seconds spent on prefill
     itl_s: float | None = None  # mean ITL of its streams
     cpu_usage: float | None = None  # share of its CPU in use
+    # uncached tokens of prompts that are cheapest there while no prefill worker has a queue
+    routed_tokens: float | None = None
     location: Location = UNKNOWN_LOCATION  # node labels; empty if unknown
 
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pigou.config import ControlConfig
 from pigou.control.planner.planner import Planner
 from pigou.objectives import Objectives, Slo
 from pigou.performance.model import PerformanceModel
@@ -65,6 +66,7 @@ class PlannedRun:
     policy: str = "least-loaded"
     templates: int = 0  # different prompts; 0 for all different
     caching: bool = True  # whether prefixes are cached
+    limits: bool = False  # whether the gateway keeps its default limits, and queues
 
     @property
     def prompt_s(self) -> float:
@@ -116,7 +118,7 @@ class PlannedRun:
         )
         lengths = RequestLengths(input=(PROMPT, PROMPT), output=(ANSWER, ANSWER),
                                  templates=self.templates)  # fmt: skip
-        control = unlimited(policy=self.policy, seed=seed)
+        control = (ControlConfig if self.limits else unlimited)(policy=self.policy, seed=seed)
         scaling = ScalingConfig(slo=self.slo) if planner is None else self._scaling()
         return Simulation(
             renewal(lengths, self.schedule, 1.0, 0, self.seconds, seed),

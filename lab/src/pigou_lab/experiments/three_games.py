@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 
 from pigou.control.planner.messages import Action, FlipRole, PlannerDecision
 from pigou.control.planner.planner import Planner
@@ -31,6 +32,8 @@ from pigou_lab.experiments.results import Row
 #: Load in per cent of what three prefill workers compute without hits.
 LEVELS = (90,)
 START, WORKERS, SECONDS, TEMPLATES = (2, 2), 8, 900.0, 60
+#: Seconds from one burst to the next, and its rate over the mean for a third of them.
+BURST_S, BURST = 60.0, 2.0
 #: Price of Anarchy that changes the split, and the windows in a row that must exceed it.
 _ANARCHY, _WINDOWS = 1.02, 6
 
@@ -113,7 +116,12 @@ def hide_cache(window: PlannerWindow) -> PlannerWindow:
 
 def hide_anarchy(window: PlannerWindow) -> PlannerWindow:
     """Return a window without the Price of Anarchy and the better split."""
-    return msgspec.structs.replace(window, price_of_anarchy={}, better_prefill={})
+    replace = msgspec.structs.replace
+    pools = tuple(
+        replace(pool, workers=tuple(replace(w, routed_tokens=None) for w in pool.workers))
+        for pool in window.pools
+    )
+    return replace(window, pools=pools, price_of_anarchy={}, better_prefill={})
 
 
 def three_games(
@@ -152,14 +160,22 @@ def coupled_run(fleet: PaperFleet, level: int, changes: Mapping[str, Any]) -> Pl
     """Return the run of a load, with some changes."""
     prompt_s = PlannedRun(fleet, "price", RateSchedule.of(1.0), 1.0, START, WORKERS).prompt_s
     high = level / 100 * 3 / prompt_s
-    schedule = RateSchedule(
-        seconds=(0.0, SECONDS / 4, 3 * SECONDS / 4), rates=(high / 3, high, high / 3)
-    )
     values: dict[str, Any] = {"planner": "price", "policy": "toll", "templates": TEMPLATES}
     return PlannedRun(
-        fleet=fleet, schedule=schedule, seconds=SECONDS, start=START, max_workers=WORKERS,
-        **(values | dict(changes)),
+        fleet=fleet, schedule=bursts(high), seconds=SECONDS, start=START, max_workers=WORKERS,
+        limits=True, **(values | dict(changes)),
     )  # fmt: skip
+
+
+def bursts(high: float) -> RateSchedule:
+    """Return a load that triples and falls again, in bursts shorter than a start."""
+    seconds = [float(second) for second in np.arange(0, SECONDS, BURST_S / 3)]
+    rates = [
+        (high if SECONDS / 4 <= second < 3 * SECONDS / 4 else high / 3)
+        * (BURST if piece % 3 == 0 else (3.0 - BURST) / 2.0)
+        for piece, second in enumerate(seconds)
+    ]
+    return RateSchedule(seconds=tuple(seconds), rates=tuple(rates))
 
 
 def verdict(rows: Sequence[Row]) -> Mapping[str, Any]:

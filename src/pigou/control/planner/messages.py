@@ -71,6 +71,7 @@ class LoadForecast(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     isl: float  # mean prompt and output tokens
     osl: float
     hit_rate: float = 0.0  # cached share of prompt tokens
+    remote_share: float = 1.0  # share of the uncached ones that routes want prefill workers for
 
 
 class PoolPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

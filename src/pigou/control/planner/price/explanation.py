@@ -63,7 +63,7 @@ class DecisionExplanation:
             plans.append(
                 msgspec.structs.replace(
                     known,
-                    capacity_rps=plan.curves[pool.name](target),
+                    capacity_rps=plan.capacity_rps(pool.name, target),
                     ttft_s=_finite(latency.ttft_s),
                     itl_s=_finite(latency.itl_s),
                     utilisation=_finite(latency.utilisation),
@@ -94,7 +94,8 @@ class DecisionExplanation:
         if known is not None and known[0] is plan and known[1] == count:
             return known[2]
         share = max(joint_share(slo) for slo in plan.slos)
-        rps = min(plan.load_rps, max(plan.curves[pool.name](count), 1e-9))
+        rps = min(plan.load_rps, max(plan.capacity_rps(pool.name, count), 1e-9))
+        rps *= plan.remote_share if pool.role is Role.PREFILL else 1.0
         performance = plan.pool(pool.name).performance
         latency = performance.latency(pool.role, rps, count, plan.mix, share)
         self._latencies[pool.name] = (plan, count, latency)
@@ -167,6 +168,7 @@ def _forecasts(window: PlannerWindow, models: Mapping[str, ModelState]) -> tuple
             isl=load.mix.isl,
             osl=load.mix.osl,
             hit_rate=load.mix.hit_rate,
+            remote_share=1.0 if (plan := models[name].plan) is None else plan.remote_share,
         )
         for name, load in loads.items()
     )

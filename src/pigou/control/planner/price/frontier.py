@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pigou.control.planner.price.terms import (
+    MIN_REMOTE,
     PRICE_WIDTH,
     SPLITS,
     PricePlannerParams,
@@ -56,9 +57,17 @@ class FrontierPoint:
 
 
 class RoleCapacity:
-    """Capacity of all pools of one role, filled by capacity per GPU; load is split by capacity."""
+    """Capacity of all pools of one role, filled by capacity per GPU; load is split by capacity.
 
-    def __init__(self, pools: Sequence[tuple[PoolOption, CapacityCurve]]) -> None:
+    Routes send a `share` of the load there, and `prompt_s` seconds of prompts of each request
+    beside: 1 / R = share / curve + prompt_s / workers.
+    """
+
+    def __init__(
+        self, pools: Sequence[tuple[PoolOption, CapacityCurve]], share: float = 1.0,
+        prompt_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._share, self._prompt_s = share, prompt_s
         self._pools = sorted(pools, key=lambda item: (-item[1](1) / item[0].gpus, item[0].name))
 
     @property
@@ -70,21 +79,32 @@ class RoleCapacity:
         """Return the fewest workers by pool that serve a load, or all."""
         counts = {option.name: option.min_workers for option, _ in self._pools}
         for option, curve in self._pools:
-            others = self.rps(counts) - curve(counts[option.name])
-            if others + curve(counts[option.name]) >= rps:
+            others = self.rps(counts) - self.pool_rps(curve, counts[option.name])
+            if self.rps(counts) >= rps:
                 break
-            wanted = curve.workers_for(rps - others, option.max_workers)
+            wanted = curve.workers_for((rps - others) * self._share, option.max_workers)
+            while wanted < option.max_workers and self.pool_rps(curve, wanted) < rps - others:
+                wanted += 1
             counts[option.name] = max(wanted, option.min_workers)
         return counts
 
+    def pool_rps(self, curve: CapacityCurve, workers: int) -> float:
+        """Return the load of the model at which these workers of one pool are at capacity."""
+        own = curve(workers)
+        if (self._share, self._prompt_s) == (1.0, 0.0) or own <= 0 or math.isinf(own):
+            return own
+        return 1.0 / (self._share / own + self._prompt_s / workers)
+
     def rps(self, counts: Mapping[str, int]) -> float:
         """Return the load that these workers serve."""
-        return sum(curve(counts.get(option.name, 0)) for option, curve in self._pools)
+        return sum(
+            self.pool_rps(curve, counts.get(option.name, 0)) for option, curve in self._pools
+        )
 
     def inside_share(self, rps: float, counts: Mapping[str, int]) -> float:
         """Return the share of requests inside, load split by capacity."""
         limits = {o.name: curve(counts.get(o.name, 0)) for o, curve in self._pools}
-        total = sum(limits.values())
+        total, rps = sum(limits.values()), rps * self._share
         if total <= 0:
             return 0.0
         return sum(
@@ -100,9 +120,9 @@ class RoleCapacity:
         counts = {option.name: option.min_workers for option, _ in self._pools}
         levels = {rps, min(self.rps(counts), rps)}
         for option, curve in self._pools:
-            others = self.rps(counts) - curve(counts[option.name])
+            others = self.rps(counts) - self.pool_rps(curve, counts[option.name])
             for count in range(counts[option.name], top[option.name] + 1):
-                levels.add(min(others + curve(count), rps))
+                levels.add(min(others + self.pool_rps(curve, count), rps))
             counts[option.name] = top[option.name]
         return sorted(level for level in levels if math.isfinite(level))
 
@@ -118,7 +138,9 @@ class ModelPlan:
         pools: Sequence[PoolOption],
         slos: Sequence[Slo],
         weight: float = 1.0,
+        remote_share: float = 1.0,
     ) -> None:
+        self.remote_share = remote_share  # share of prompt tokens that prefill pools compute
         self.params, self.load_rps, self.mix, self.weight = params, load_rps, mix, weight
         self.pools, self.slos = tuple(pools), tuple(slos)
         self.curves: dict[str, CapacityCurve] = {}
@@ -136,15 +158,27 @@ class ModelPlan:
                 self.curves[pool.name] = CapacityCurve(
                     pool.performance, pool.role, self.mix, self.slos
                 )
+        local_s = 0.0
+        if self.remote_share < 1.0:
+            seconds = [p.performance.service_s(self.mix) for p in self.pools if p.role.decodes]
+            local_s = (1.0 - self.remote_share) * max(seconds, default=0.0)
+        shares = {Role.PREFILL: (max(self.remote_share, MIN_REMOTE), 0.0),
+                  Role.DECODE: (1.0, local_s), Role.BOTH: (1.0, 0.0)}  # fmt: skip
         self._roles = {
-            role: RoleCapacity([(p, self.curves[p.name]) for p in self.pools if p.role is role])
-            for role in Role
+            role: RoleCapacity(
+                [(p, self.curves[p.name]) for p in self.pools if p.role is role], *share
+            )
+            for role, share in shares.items()
         }
 
     @property
     def is_relaxed(self) -> bool:
         """True if no number of workers meets the objective."""
         return any(self.curves[pool.name].is_relaxed for pool in self.pools)
+
+    def capacity_rps(self, pool: str, workers: int) -> float:
+        """Return the load of the model that workers of a pool serve inside the objective."""
+        return self._roles[self.pool(pool).role].pool_rps(self.curves[pool], workers)
 
     def pool(self, name: str) -> PoolOption:
         """Return a pool by name."""

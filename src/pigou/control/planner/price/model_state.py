@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.price.frontier import FrontierPoint, ModelPlan
 from pigou.control.planner.price.load_band import LoadBand
-from pigou.control.planner.price.terms import BACKLOG_OBJECTIVES, MIN_LAG_S, PricePlannerParams
+from pigou.control.planner.price.terms import (
+    BACKLOG_OBJECTIVES,
+    MIN_LAG_S,
+    MIN_ROUTED,
+    ROUTES_FALL,
+    ROUTES_RISE,
+    PricePlannerParams,
+)
 from pigou.objectives import Slo
 from pigou.performance.learning import PoolSpeed
 from pigou.performance.model import PerformanceModel
@@ -32,6 +40,10 @@ class ModelState:
         self.planned_models: dict[str, PerformanceModel] = {}  # inputs of the plan
         self._setup, self._params = setup, params
         self._lag_s = max(setup.times.start_up_s, MIN_LAG_S)
+        self._routed_tokens = self._routed = 0.0  # moving sums over a lag
+        hold_s = params.hold_seconds(setup.times.start_up_s)
+        self._remote_tokens = deque[float](maxlen=max(math.ceil(hold_s / seconds), 1))
+        self._planned_tokens = math.inf
         self._classes: dict[str, float] = {}  # requests by class, a moving mean
         self._attained = self._ended = 0.0
         self._idle_s = 0.0
@@ -61,6 +73,7 @@ class ModelState:
         self._learn_attainment(load, window.seconds, is_settled and is_steady)
         if self.plan is not None and self._speeds_moved(self.plan.mix):
             self.is_stale = True
+        self._observe_routes(pools, load, window.seconds)
 
     # --- what is planned with --------------------------------------------------------------
 
@@ -178,6 +191,32 @@ class ModelState:
         elif not is_growing:
             self._backlog_rps = extra
         return self._backlog_rps
+
+    def _observe_routes(
+        self, pools: Sequence[PoolWindow], load: LoadWindow | None, seconds: float
+    ) -> None:
+        arrivals = None if load is None else _number(load.arrivals)
+        tokens = [
+            worker.routed_tokens
+            for pool in pools
+            if pool.role is Role.PREFILL
+            for worker in pool.workers
+            if worker.routed_tokens is not None
+        ]
+        if arrivals is not None and tokens:
+            decay = math.exp(-seconds / self._lag_s)
+            self._routed = decay * self._routed + arrivals
+            self._routed_tokens = decay * self._routed_tokens + sum(tokens)
+            if self._routed >= MIN_ROUTED:
+                self._remote_tokens.append(self._routed_tokens / self._routed)
+        now, planned = max(self._remote_tokens, default=math.inf), self._planned_tokens
+        if self.plan is not None and not planned / ROUTES_FALL <= now <= planned * ROUTES_RISE:
+            self.is_stale = True
+
+    def plan_routes(self, mix: RequestMix) -> float:
+        """Return x of the plan of a mix (`terms`), which holds until routes change."""
+        self._planned_tokens = max(self._remote_tokens, default=math.inf)
+        return min(self._planned_tokens / max(mix.computed, 1.0), 1.0)
 
     def _learn_attainment(self, load: LoadWindow | None, seconds: float, is_settled: bool) -> None:
         if not is_settled:

@@ -135,7 +135,10 @@ class PricePlanner:
         options = self._options(state, window, now_ns)
         models = {option.name: option.performance for option in options}
         state.planned_models = models
-        plan = ModelPlan(self.params, load.rps, load.mix, options, state.slos, state.weight)
+        plan = ModelPlan(
+            self.params, load.rps, load.mix, options, state.slos, state.weight,
+            state.plan_routes(load.mix),
+        )  # fmt: skip
         if old is None:
             state.band.begin(plan.rps({option.name: option.supply for option in options}))
             plan.load_rps = state.band.planned.rps

@@ -13,6 +13,7 @@
 | u, d, f | seconds of a start-up, a drain and a flip | `ProvisioningTimes` |
 | C, h, s | cached tokens of a worker, share of prompt tokens that hits, seconds of a token | windows, the model |
 | n | streams of a worker | windows |
+| x | share of a prompt's uncached tokens that routes want computed by prefill workers | windows |
 
 Pools get the GPUs where the sum is largest (`frontier`), and one price clears the budget.
 """  # noqa: E501
@@ -49,6 +50,11 @@ ADMITTED = 0.5
 SPLITS = 8
 #: Seconds a migrating stream waits.
 STREAM_MOVE_S = 0.1
+#: Requests from which on routes say what prefill pools are for, and factors of these tokens that
+#: trigger a replan.
+MIN_ROUTED, ROUTES_RISE, ROUTES_FALL = 50.0, 1.25, 1.5
+#: Least share of the prompt tokens that prefill pools are planned for.
+MIN_REMOTE = 0.05
 #: KV usage of a full worker, and the highest pool mean beside it.
 HOT, COOL = 0.9, 0.5
 #: Relative tolerance of the shadow price.
