@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -208,6 +208,19 @@ class Worker:
     def fetch_layout(self) -> str:
         """What two workers must have in common to read each other's caches; "" for none may."""
         return f"{self.layout}@{self.version}" if self.layout and self.version else self.layout
+
+
+class EngineLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Limits of a worker's engine; None for those that it was started with."""
+
+    max_seqs: Annotated[int, msgspec.Meta(ge=1)] | None = None  # running requests
+    max_batched_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None  # tokens per step
+
+    def over(self, other: EngineLimits) -> EngineLimits:
+        """Return these limits, and another's where these are None."""
+        return EngineLimits(
+            self.max_seqs or other.max_seqs, self.max_batched_tokens or other.max_batched_tokens
+        )
 
 
 class Medium(StrEnum):

@@ -21,6 +21,7 @@ from pigou.control.routing_controller import (
 )
 from pigou.control.saturation.cusum_detector import CusumDetector
 from pigou.control.saturation.regime import Regime, TTFTSample
+from pigou.request import EngineLimits
 from pigou_lab.routing_controllers import (
     Bandit,
     Interpolated,
@@ -132,14 +133,14 @@ def test_a_regime_s_operating_point_is_in_force_and_what_it_leaves_out_is_as_sta
     for regime in (Regime.TRANSITION, Regime.SATURATED):
         fixed.regime = regime
         limits = [action for action in plane.tick(2) if isinstance(action, SetEngineLimits)]
-        expected = [SetEngineLimits(max_seqs=8)] if regime is Regime.TRANSITION else []
+        expected = [SetEngineLimits(EngineLimits(8))] if regime is Regime.TRANSITION else []
         assert limits == expected  # once
         status = plane.status(2)
         assert status.point == OperatingPoint(temperature=0.5, params={"toll": 0.25}, max_seqs=8)
         assert status.temperature == 0.5
         assert (status.parameters["urgency"], status.parameters["toll"]) == (2.0, 0.25)
     fixed.regime = Regime.BELOW
-    assert SetEngineLimits() in plane.tick(3)
+    assert SetEngineLimits(EngineLimits()) in plane.tick(3)
     assert plane.status(3).parameters["urgency"] == 4.0
 
 

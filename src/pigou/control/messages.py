@@ -10,7 +10,7 @@ import msgspec
 from pigou.control.peers.bookings import PredictedPrompt, TenantService, WorkerBookings
 from pigou.control.prefix_index.index import KeyedEvent
 from pigou.control.price_of_anarchy import PoAEstimate, PoASnapshot
-from pigou.request import FinishReason, KVEvent, Request, Worker
+from pigou.request import EngineLimits, FinishReason, KVEvent, Request, Worker
 from pigou.wire.kv_event_decoding import WireEvent
 
 
@@ -209,11 +209,10 @@ class Assess(Message, frozen=True):
     snapshot: PoASnapshot
 
 
-class SetEngineLimits(Message, frozen=True, kw_only=True):
-    """Set limits of all workers' engines; None restores the one that a worker was started with."""
+class SetEngineLimits(Message, frozen=True):
+    """Set limits of all workers' engines."""
 
-    max_seqs: int | None = None  # most running requests per worker
-    max_batched_tokens: int | None = None  # most tokens per step
+    limits: EngineLimits
 
 
 class Assessed(Message, frozen=True):

@@ -348,14 +348,7 @@ class ControlPlane:
         self.point = point
         temperature = self.config.temperature if point.temperature is None else point.temperature
         self.router.tune(temperature, self._started_with | point.params)
-        limits = SetEngineLimits(
-            max_seqs=point.max_seqs, max_batched_tokens=point.max_batched_tokens
-        )
-        same = (old.max_seqs, old.max_batched_tokens) == (
-            limits.max_seqs,
-            limits.max_batched_tokens,
-        )
-        return () if same else (limits,)
+        return () if point.limits == old.limits else (SetEngineLimits(point.limits),)
 
     def _assess(self, now: int) -> Sequence[Assess]:
         self._assessed = now

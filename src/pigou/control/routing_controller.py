@@ -11,6 +11,7 @@ import numpy as np
 from pigou.config import check_bounds, check_fields
 from pigou.control.saturation.regime import Detector, Regime, TTFTSample
 from pigou.registry import named, read_struct
+from pigou.request import EngineLimits
 
 GROUP = "pigou.controller"
 
@@ -41,6 +42,11 @@ class OperatingPoint(
         for name, low in (("temperature", 0), ("max_seqs", 1), ("max_batched_tokens", 1)):
             if (value := getattr(self, name)) is not None:
                 check_bounds(name, value, ge=low)
+
+    @property
+    def limits(self) -> EngineLimits:
+        """Limits of the engines."""
+        return EngineLimits(self.max_seqs, self.max_batched_tokens)
 
 
 class Parameters(RoutingSetting, frozen=True):

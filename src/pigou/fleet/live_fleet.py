@@ -18,7 +18,7 @@ from pigou.fleet.member import Member, check_fit
 from pigou.fleet.provider import ProvidedPool, Provider
 from pigou.fleet.supervisor import Supervisor
 from pigou.gateway.fleet_status import ChangeRefused, UnknownWorker, WorkerRow
-from pigou.request import Role
+from pigou.request import EngineLimits, Role
 from pigou.windows.planner_window import WorkerState
 
 _log = logging.getLogger("pigou.fleet")
@@ -29,6 +29,7 @@ class LiveFleet:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self.supervisor = supervisor
+        self._limits: dict[str, EngineLimits] = {}  # by pool
 
     @property
     def members(self) -> Sequence[Member]:
@@ -77,12 +78,26 @@ class LiveFleet:
         return self._provider(pool).start_refusal(pool)
 
     def limits_refusal(self, pool: str) -> str:  # noqa: ARG002
-        """Return why limits cannot change: no server of this fleet can do so while it runs."""
-        return "its workers keep the limits that they were started with"
+        """Return nothing: workers change their limits, or are sent fewer streams."""
+        return ""
 
-    def set_limits(self, pool: str, *limits: int | None) -> None:  # noqa: ARG002
-        """Refuse: `limits_refusal` says why."""
-        raise FleetError(f"{pool}: {self.limits_refusal(pool)}")
+    def set_limits(
+        self,
+        pool: str,
+        max_seqs: int | None,
+        max_batched_tokens: int | None,
+        now: int,  # noqa: ARG002
+    ) -> None:
+        """Set running limits of a pool's workers, later ones too; None keeps one."""
+        limits = EngineLimits(max_seqs, max_batched_tokens)
+        self._limits[pool] = limits.over(self._limits.get(pool, EngineLimits()))
+        self.keep_limits()
+
+    def keep_limits(self) -> None:
+        """Set the limits of their pools at workers that have joined since."""
+        for member in self.members if self._limits else ():
+            if (limits := self._limits.get(member.pool)) is not None:
+                member.plane_driver.limits.plan(member.id, limits)
 
     def flip_refusal(self, id: str, pool: str) -> str:
         """Return why a worker cannot serve in another pool; empty where it can."""

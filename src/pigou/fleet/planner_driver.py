@@ -95,6 +95,7 @@ class PlannerDriver:
         while True:
             await asyncio.sleep(min(sample_s, max(due_s - time.monotonic(), 0.0)))
             windows.sample()
+            self._live_fleet.keep_limits()
             if time.monotonic() >= due_s:
                 due_s = max(due_s + interval_s, time.monotonic())
                 await self.plan(planner, windows.window(time.monotonic_ns()))

@@ -183,8 +183,10 @@ class FleetStatus:
         for row in self.rows():
             load = self._load(row)
             load.pop("tokens_per_second")
-            for name in ("model", "adapters"):
+            for name in ("model", "adapters", "limits"):
                 load.pop(name)
+            if (limits := self._plane_driver.limits.in_force.get(row.id)) is not None:
+                load |= {k: v for k, v in msgspec.structs.asdict(limits).items() if v is not None}
             up = float(row.state in ("up", "draining"))
             changes = {"draining": float(row.state == "draining"), "epoch": row.epoch}
             counts = {"restarts": row.restarts, "out_of_memory": row.out_of_memory}
@@ -198,6 +200,7 @@ class FleetStatus:
             **state.figures(worker),
             "model": row.model if upstream is None else upstream.engine.model,
             "adapters": [] if upstream is None else sorted(upstream.engine.served.adapters),
+            "limits": self._plane_driver.limits.view(worker),
             "cached_blocks": cache.blocks,
             "kv_events": cache.events,
             "tokens": 0 if upstream is None else upstream.tokens,

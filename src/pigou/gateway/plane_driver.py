@@ -21,11 +21,13 @@ from pigou.control.messages import (
     Queue,
     Recall,
     Route,
+    SetEngineLimits,
     Shed,
     WorkerDown,
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
+from pigou.gateway.engine_limits import EngineLimiter
 from pigou.gateway.failure import WorkerFailed
 from pigou.gateway.journal import Journal
 from pigou.gateway.prompt_reader import PromptReader
@@ -109,6 +111,7 @@ class PlaneDriver:
             plane if journal is None else JournalRecorder(plane, journal.write)
         )
         self.upstreams: dict[str, Upstream] = {}  # live workers by id
+        self.limits = EngineLimiter(self.background, self._resize)
         self.joining = asyncio.Lock()  # while a worker is compared with the others, and comes up
         self._hosts: dict[str, str] = {}  # by worker, former workers included
         self._served_model = model
@@ -159,6 +162,7 @@ class PlaneDriver:
         if self._assessing is not None:
             await asyncio.gather(self._assessing, return_exceptions=True)
         for upstream in list(self.upstreams.values()):
+            self.limits.down(upstream.worker.id)
             await upstream.close()
         self.upstreams.clear()
         if self.prompts is not None:
@@ -180,10 +184,12 @@ class PlaneDriver:
         self.upstreams[worker.id] = upstream
         self._hosts[worker.id] = worker.location.host
         self.observe(WorkerUp(worker))
+        self.limits.up(upstream)
 
     async def down(self, worker: str, end: WorkerEnd = WorkerEnd.LOST) -> None:
         """Remove a worker, and cut its connections so that its requests migrate."""
         upstream = self.upstreams.pop(worker, None)
+        self.limits.down(worker)
         self.observe(WorkerDown(worker))
         if upstream is not None:
             await upstream.close(end)
@@ -193,6 +199,12 @@ class PlaneDriver:
         upstream = self.upstreams[worker]
         upstream.worker = replace(upstream.worker, role=role)
         self.observe(WorkerUp(upstream.worker))
+
+    def _resize(self, upstream: Upstream, max_seqs: int) -> None:
+        """Tell the plane how many streams a worker takes from now on."""
+        upstream.worker = replace(upstream.worker, max_seqs=max_seqs)
+        if upstream.worker.id not in self.plane.state.draining:
+            self.observe(WorkerUp(upstream.worker))
 
     async def read(self, run: GatewayRun) -> None:
         """Add the prompt's tokens and block keys to a run, if known."""
@@ -315,6 +327,9 @@ class PlaneDriver:
         for decision in decisions:
             if isinstance(decision, Assess):
                 self._assessing = asyncio.create_task(self._assess(decision), name="assess")
+                continue
+            if isinstance(decision, SetEngineLimits):
+                self.limits.set_fleet(decision.limits)
                 continue
             future = self._queued.get(decision.request)
             if isinstance(decision, Recall) or (future is None and isinstance(decision, Shed)):

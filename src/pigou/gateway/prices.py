@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import msgspec
 import numpy as np
 from prometheus_client.core import Metric
 
@@ -92,6 +93,7 @@ def game_view(status: Status) -> dict[str, Any]:
         "controller": status.controller,
         "regime": status.regime.value,
         "signal": json_number(status.signal),
+        "operating_point": msgspec.to_builtins(status.point),
         "temperature": json_number(status.temperature),
         "parameters": {
             name: json_number(value) if isinstance(value, float) else value

@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
-from typing import TypeAlias
 
 import msgspec
 
@@ -39,7 +38,7 @@ from pigou.placement.gang import (
 )
 from pigou.placement.gang_scheduler import GangScheduler
 from pigou.placement.topology import Distance, distance
-from pigou.request import SECOND, UNKNOWN_LOCATION, KVEvent, Location, Role, Worker
+from pigou.request import SECOND, UNKNOWN_LOCATION, EngineLimits, KVEvent, Location, Role, Worker
 from pigou.sim.dispatch import Dispatcher
 from pigou.sim.fleet_config import FleetConfig, TopologyConfig
 from pigou.sim.gateways import make_gateways
@@ -56,8 +55,6 @@ _GANG = "fleet"
 #: Tick interval of the control plane, as in the gateway.
 TICK = SECOND // 10
 _MS = 1_000_000
-#: Most running requests, and most tokens per step; None for those that a worker started with.
-EngineLimits: TypeAlias = tuple[int | None, int | None]
 
 
 class FleetPlacer:
@@ -180,7 +177,7 @@ class SimulatedFleet:
         self.assessments: list[PoAEstimate] = []
         self.placements: list[Placement] = []
         self.limits: defaultdict[str, EngineLimits] = defaultdict(lambda: self._limits)  # by pool
-        self._limits: EngineLimits = (None, None)  # default of pools
+        self._limits: EngineLimits = EngineLimits()  # default of pools
         self.limited = False  # whether any were set
         self._by_name: dict[str, FleetWorker] = {}
         self._config, self._clock, self._stepwise = config, clock, stepwise
@@ -293,8 +290,8 @@ class SimulatedFleet:
         if worker.sim is None or not self.limited:
             return
         engine, core = worker.spec.engine, worker.sim.core
-        seqs = engine.max_seqs if limits[0] is None else limits[0]
-        tokens = engine.max_batched_tokens if limits[1] is None else limits[1]
+        seqs = limits.max_seqs or engine.max_seqs
+        tokens = limits.max_batched_tokens or engine.max_batched_tokens
         worker.sim.call_core(lambda _: core.set_limits(seqs, tokens), now)
 
     def remove(self, worker: FleetWorker, now: int) -> None:
@@ -429,7 +426,7 @@ class SimulatedFleet:
         if isinstance(action, Assess):
             self._assess(action, now)
             return
-        self._limits, self.limited = (action.max_seqs, action.max_batched_tokens), True
+        self._limits, self.limited = action.limits, True
         self.limits.clear()
         for worker in self.workers:
             self.limit(worker, now)

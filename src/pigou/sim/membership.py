@@ -11,7 +11,7 @@ from random import Random
 import msgspec
 
 from pigou.control.messages import CacheLost, WorkerDraining
-from pigou.request import SECOND, Role
+from pigou.request import SECOND, EngineLimits, Role
 from pigou.sim.fleet import TICK, SimulatedFleet
 from pigou.sim.fleet_config import FleetConfig, StartUpConfig, WorkerGroup
 from pigou.sim.timing import Slowed
@@ -146,11 +146,8 @@ class Membership:
         self, pool: str, max_seqs: int | None, max_batched_tokens: int | None, now: int
     ) -> None:
         """Set running limits of a pool's present and future workers; None keeps one."""
-        seqs, tokens = self._fleet.limits[pool]
-        self._fleet.limits[pool] = (
-            seqs if max_seqs is None else max_seqs,
-            tokens if max_batched_tokens is None else max_batched_tokens,
-        )
+        limits = EngineLimits(max_seqs, max_batched_tokens)
+        self._fleet.limits[pool] = limits.over(self._fleet.limits[pool])
         self._fleet.limited = True
         for worker in self.members(pool):
             self._fleet.limit(worker, now)

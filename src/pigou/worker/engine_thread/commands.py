@@ -106,6 +106,14 @@ class ClearCache:
 
 
 @dataclass(frozen=True, slots=True)
+class SetLimits:
+    """Limit running sequences and tokens per step from the next plan on."""
+
+    max_seqs: int
+    max_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Stop the thread."""
 
@@ -121,6 +129,7 @@ Command: TypeAlias = (
     | OffloadDone
     | Recovered
     | ClearCache
+    | SetLimits
     | Stop
 )
 

@@ -21,6 +21,7 @@ from pigou.worker.engine_thread.commands import (
     Command,
     EndLease,
     LeaseCached,
+    SetLimits,
 )
 from pigou.worker.engine_thread.commands import Report as EngineReport
 from pigou.worker.http.reply import Reply, ReplySequence
@@ -147,6 +148,10 @@ class EngineClient:
     def clear_cache(self) -> None:
         """Clear the prefix cache."""
         self._put(ClearCache())
+
+    def set_limits(self, max_seqs: int, max_batched_tokens: int) -> None:
+        """Limit running sequences and tokens per step, up to those at the start."""
+        self._put(SetLimits(max_seqs, max_batched_tokens))
 
     def died(self, error: BaseException) -> None:
         """Fail everything: the engine thread has ended."""

@@ -40,6 +40,7 @@ from pigou.worker.engine_thread.commands import (
     Release,
     Report,
     Restored,
+    SetLimits,
     Stop,
     failed_alone,
 )
@@ -158,6 +159,8 @@ class EngineThread:
                 self.tiers.recovered(tier, blocks)
             case ClearCache():
                 self._take(self._core.clear_cache())
+            case SetLimits(max_seqs, max_batched_tokens):
+                self._take(self._core.set_limits(max_seqs, max_batched_tokens))
             case Stop():
                 self._stopping = True
 

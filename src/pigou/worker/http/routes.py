@@ -14,7 +14,7 @@ from aiohttp import web
 from pigou import __version__
 from pigou.background import Background
 from pigou.logs import accessed, describe_access, note_request, traced
-from pigou.request import SECOND
+from pigou.request import SECOND, EngineLimits
 from pigou.tracing.request_trace import RequestTrace
 from pigou.tracing.tracer import Tracer
 from pigou.tracing.waterfall import spans_view
@@ -28,7 +28,7 @@ from pigou.wire.connections import (
     tell_request_id,
     too_many_connections,
 )
-from pigou.wire.errors import APIError, bad_request, http_error, too_large
+from pigou.wire.errors import APIError, bad_request, decoded, http_error, too_large
 from pigou.wire.fair_turns import FairThreadPool
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.json_limits import SMALL, read_fields
@@ -59,6 +59,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _R = TypeVar("_R", CompletionRequest, ChatRequest)
+_LIMITS = msgspec.json.Decoder(EngineLimits)
 #: Routes answered even above the connection cap.
 _PROBES = ("/health", "/ping", "/metrics")
 _B = TypeVar("_B")
@@ -126,6 +127,7 @@ class Routes:
                 web.get("/server_info", self.server_info),
                 web.get("/kv_event_sources", self.event_sources),
                 web.post("/reset_prefix_cache", self.reset_prefix_cache),
+                post("/limits", self.set_limits),
                 post("/tokenize", self.tokenize),
                 post("/detokenize", self.detokenize),
             ]
@@ -283,6 +285,18 @@ class Routes:
         self._service.check_open()
         self._service.clear_cache()
         return _json({"success": True})
+
+    async def set_limits(self, request: web.Request) -> web.Response:
+        """Limit the engine, up to what it was started with; return the limits in force."""
+        wanted = await self._bodies.read(request, partial(decoded, _LIMITS))
+        self._service.check_open()
+        limits = {
+            name: min(getattr(wanted, name) or self._about[name], self._about[name])
+            for name in EngineLimits.__struct_fields__
+        }
+        self._service.set_limits(**limits)
+        self._about["limits"] = limits
+        return _json(limits)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """Return the tokens of a text or rendered messages."""

@@ -1,0 +1,112 @@
+"""Operating points on live workers: a regime's limits are in force at each engine, and shown."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from tests.fleet.harness import Client, attached, running, text, until
+from tests.gateway.stub import Stub
+
+from pigou.config import ControlConfig
+from pigou.fleet.live_fleet import LiveFleet
+from pigou.fleet.serve import Serving
+from pigou.request import EngineLimits
+
+WORKER = ("--executor", "sleep", "--sleep-base", "5000000", "--repeat", "1", "--max-seqs", "16",
+          "--max-batched-tokens", "512")  # fmt: skip
+POINTS = {
+    "light": {"params": {"urgency": 4.0}},
+    "heavy": {"temperature": 0.25, "max_seqs": 2, "max_batched_tokens": 64},
+}
+Rows = dict[str, dict[str, Any]]
+
+
+def limited(max_seqs: int, tokens: int, count: int) -> Callable[[Rows], bool]:
+    """Whether so many workers are up, and all have these limits."""
+    wanted = {"max_seqs": max_seqs, "max_batched_tokens": tokens, "refused": None}
+
+    def law(rows: Rows) -> bool:
+        up = [row for row in rows.values() if row["state"] == "up"]
+        return len(up) == count and all(row["limits"] == wanted for row in up)
+
+    return law
+
+
+async def game(client: Client) -> dict[str, Any]:
+    async with client.session.get(client.url + "/workers") as response:
+        return dict((await response.json())["game"])
+
+
+async def seen_at(serving: Serving) -> list[Any]:
+    """Return what the workers say of their limits, to those who know the fleet's secret."""
+    ups = serving.plane_driver.upstreams.values()
+    pages = [await upstream.get("/server_info", 5.0) for upstream in ups]
+    return [msgspec.json.decode(page)["limits"] for _, page in pages]
+
+
+async def test_a_regime_s_point_reaches_every_engine_and_one_that_joins_and_goes_again() -> None:
+    control = ControlConfig(operating_points=POINTS)
+    async with running(0, 0, 2, control=control, arguments=WORKER, template=WORKER) as (
+        serving, client
+    ):  # fmt: skip
+        for _ in range(30):  # what a prompt takes without a queue is learned
+            text(await client.reply(max_tokens=2))
+        shown = await game(client)
+        assert (shown["regime"], shown["operating_point"]) == ("below", POINTS["light"])
+        assert shown["parameters"]["urgency"] == 4.0
+        assert all(row["limits"] is None for row in (await client.workers()).values())
+
+        stop = time.monotonic() + 60.0
+        flood = [asyncio.create_task(_ask(client, lambda: stop)) for _ in range(64)]
+        await until(client, limited(2, 64, 2))
+        shown = await game(client)
+        assert (shown["regime"] != "below", shown["operating_point"]) == (True, POINTS["heavy"])
+        assert (shown["temperature"], shown["parameters"]["urgency"]) == (0.25, 2.0)
+        assert serving.plane_driver.plane.state.columns.max_seqs.tolist() == [2, 2]
+        assert await seen_at(serving) == [{"max_seqs": 2, "max_batched_tokens": 64}] * 2
+        url = next(iter(serving.plane_driver.upstreams.values())).worker.url
+        async with client.session.post(url + "/limits", json={"max_seqs": 1}) as response:
+            assert response.status == 401
+        async with client.session.get(client.url + "/metrics") as response:
+            metrics = await response.text()
+        line = re.search(r'pigou_worker_max_batched_tokens{.*worker="both-0".*} (.*)', metrics)
+        assert line is not None
+        assert line[1] == "64.0"
+        status, _ = await client.post("/workers", role="both")
+        assert status == 202
+        await until(client, limited(2, 64, 3))
+
+        stop = 0.0
+        await asyncio.gather(*flood)
+        live = LiveFleet(serving.supervisor)
+        live.set_limits("both", 3, None, 0)  # a planner's go first
+        await until(client, limited(3, 64, 3))
+        while (await game(client))["regime"] != "below":
+            text(await client.reply(max_tokens=2))
+        await until(client, limited(3, 512, 3))
+        assert (await game(client))["operating_point"] == POINTS["light"]
+
+
+async def _ask(client: Client, stop: Callable[[], float]) -> None:
+    while time.monotonic() < stop():
+        text(await client.reply(max_tokens=16))
+
+
+async def test_an_engine_that_is_not_pigou_s_gets_fewer_streams_and_says_what_it_keeps() -> None:
+    async with attached(Stub("vllm-0", stock=True)) as (serving, client):
+        driver = serving.plane_driver
+        driver.limits.set_fleet(EngineLimits(3, 64))
+        rows = await until(client, lambda rows: rows["vllm-0"]["limits"] is not None)
+        assert rows["vllm-0"]["limits"] == {
+            "max_seqs": 3, "max_batched_tokens": None,
+            "refused": "its engine keeps the limits that it was started with",
+        }  # fmt: skip
+        assert driver.plane.state.columns.max_seqs.tolist() == [3]
+        driver.limits.set_fleet(EngineLimits())
+        await until(client, lambda rows: not any(rows["vllm-0"]["limits"].values()))
+        assert driver.plane.state.columns.max_seqs.tolist() == [0]
