@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pigou import compiled
@@ -133,3 +134,20 @@ def test_threads_of_one_process_wait_for_each_other_without_a_deadlock(tmp_path:
     )
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "2 False"
+
+
+def test_a_direct_call_converts_numbers_and_refuses_items_of_another_size() -> None:
+    @compiled.bare_kernel
+    def count_above(values: np.ndarray, least: int) -> int:
+        count = 0
+        for value in values:
+            count += value >= least
+        return count
+
+    calls = compiled.DirectCalls(count=(count_above, "i8(u8[::1], u8)"))
+    values = np.arange(5, dtype=np.uint64)
+    assert [calls.count(values, least) for least in (0, np.int32(2), True)] == [5, 3, 4]
+    with pytest.raises((TypeError, ValueError)):
+        calls.count(values.astype(np.uint32), 0)
+    with pytest.raises(AttributeError, match="no kernel total"):
+        calls.total(values)

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -112,6 +112,30 @@ def inlined(function: Function) -> Function:
     A call would hand over arrays field by field, which costs more than a short function does.
     """
     return cast(Function, njit(forceinline=True, **_BARE)(function))
+
+
+class DirectCalls:
+    """Kernels by name, each with numba's signature of it, called without numba's dispatcher.
+
+    A call takes 0.1 to 0.5 us less, the more the more arguments, but only the sizes of arrays'
+    items are checked: call it with contiguous arrays of the right type and dimensions alone.
+
+    Example:
+        calls = DirectCalls(add=(add, "void(u8[::1], i8)"))
+        calls.add(array, 1)
+    """
+
+    def __init__(self, **kernels: tuple[Callable[..., Any], str]) -> None:
+        for name, (function, signature) in kernels.items():
+            setattr(self, name, partial(self._first, name, function, signature))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"there is no kernel {name}")
+
+    def _first(self, name: str, function: Any, signature: str, *arguments: Any) -> Any:
+        entry_point = function.compile(signature)
+        setattr(self, name, entry_point)
+        return entry_point(*arguments)
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Hash slots: open addressing with linear probing from a 64-bit name to a row; compiled.
 
-slots: uint64, a power of two; a 32-bit tag (where probing begins) and a row, 0 if empty. names:
-uint64, shape (rows + 1,), 0 for free rows; row 0 means "none". Erasing closes gaps at once, so no
-call pays for a rebuild.
+slots: uint32, a power of two above the rows; 0 if empty, else, from the lowest bit: a row, the tag,
+which is a part of the name, and whether it was moved from where its search begins. names: uint64,
+shape (rows + 1,), 0 for free rows; row 0 means "none". Erasing closes gaps at once, so no call pays
+for a rebuild.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from numpy.typing import NDArray
 from pigou.compiled import bare_kernel, inlined
 
 Words: TypeAlias = NDArray[np.uint64]
+Slots: TypeAlias = NDArray[np.uint32]
 
 #: Rows and slots are unsigned in kernels: an index that may be negative takes longer to use.
 Row: TypeAlias = np.uint64
 
 NONE = np.uint64(0)
 ONE = np.uint64(1)
-#: 2^64 over the golden ratio: a name times this is spread (Knuth, 6.4); its upper half is the tag.
+#: 2^64 over the golden ratio: a name times this is spread (Knuth, 6.4); a search begins at its
+#: upper half.
 SPREAD = np.uint64(0x9E3779B97F4A7C15)
 HALF = np.uint64(32)
-_LOW = np.uint64(2**32 - 1)
+_SPREAD_SHIFT = np.uint64(33)
+#: Bit of a slot whose row is not where its search begins, and all others.
+_MOVED, _UNMOVED = np.uint64(2**31), np.uint64(2**31 - 1)
 #: Least slots of each row, while there are at most `_FEW` rows: of the holder table, and of a
 #: worker's entries (one set for each worker, all of them in memory).
 TABLE_SLOTS, ENTRY_SLOTS, _FEW = 8, 4, 2**18
@@ -40,41 +45,41 @@ _min_slots = inlined(_slots_for)
 
 
 @inlined
-def crowded(slots: Words, rows: int, per_row: int) -> bool:
+def crowded(slots: Slots, rows: int, per_row: int) -> bool:
     """True if `rows` rows need more slots."""
     size: int = slots.shape[0]
     return size < _min_slots(rows, per_row)
 
 
-def new_slots(rows: int, per_row: int) -> Words:
+def new_slots(rows: int, per_row: int) -> Slots:
     """Return empty slots for `rows` rows, at least 1."""
-    return np.zeros(1 << (_slots_for(rows, per_row) - 1).bit_length(), dtype=np.uint64)
+    return np.zeros(1 << (_slots_for(rows, per_row) - 1).bit_length(), dtype=np.uint32)
 
 
-def grow_slots(slots: Words, rows: int, per_row: int) -> Words:
+def grow_slots(slots: Slots, names: Words, rows: int, per_row: int) -> Slots:
     """Return slots with room for `rows` rows: these, or a larger copy."""
     if _slots_for(rows, per_row) <= len(slots):
         return slots
     more = new_slots(rows, per_row)
-    _rehash(slots, more)
+    _rehash(names, more)
     return more
 
 
 @inlined
-def tag_of(name: np.uint64) -> np.uint64:
-    """Return a name's tag; the masked tag is where its search begins."""
-    return (name * SPREAD) >> HALF
+def spread_of(name: np.uint64) -> np.uint64:
+    """Return 31 bits of a name: under the mask where its search begins, above it the tag."""
+    return (name * SPREAD) >> _SPREAD_SHIFT
 
 
 @inlined
-def probe(names: Words, slots: Words, name: np.uint64) -> tuple[Row, Row]:
+def probe(names: Words, slots: Slots, name: np.uint64) -> tuple[Row, Row]:
     """Return the row of a name, or 0, and the slot where probing ended."""
     mask = np.uint64(slots.shape[0] - 1)
-    tag = tag_of(name)
-    i = tag & mask
+    spread = spread_of(name)
+    i = spread & mask
     while slots[i] != 0:
-        if slots[i] >> HALF == tag:
-            row = slots[i] & _LOW
+        if (slots[i] & _UNMOVED) ^ spread <= mask:
+            row = slots[i] & mask
             if names[row] == name:
                 return row, i
         i = (i + ONE) & mask
@@ -82,63 +87,62 @@ def probe(names: Words, slots: Words, name: np.uint64) -> tuple[Row, Row]:
 
 
 @inlined
-def find(names: Words, slots: Words, name: np.uint64) -> Row:
+def find(names: Words, slots: Slots, name: np.uint64) -> Row:
     """Return the row of a name, or 0."""
     return probe(names, slots, name)[0]
 
 
 @inlined
-def put(slots: Words, slot: Row, name: np.uint64, row: Row) -> None:
+def put(slots: Slots, slot: Row, name: np.uint64, row: Row) -> None:
     """Insert a row at `slot`, where probing for its name ended."""
-    slots[slot] = (tag_of(name) << HALF) | row
+    mask = np.uint64(slots.shape[0] - 1)
+    spread = spread_of(name)
+    slots[slot] = (spread & ~mask) | row
+    if spread & mask != slot:
+        slots[slot] |= _MOVED
 
 
 @inlined
-def insert(slots: Words, name: np.uint64, row: Row) -> None:
+def insert(slots: Slots, name: np.uint64, row: Row) -> None:
     """Insert a row under a new name."""
     mask = np.uint64(slots.shape[0] - 1)
-    i = tag_of(name) & mask
+    i = spread_of(name) & mask
     while slots[i] != 0:
         i = (i + ONE) & mask
     put(slots, i, name, row)
 
 
 @inlined
-def erase(slots: Words, name: np.uint64, row: Row) -> None:
-    """Remove a row and close the gap (Knuth, 6.4, algorithm R)."""
+def erase(names: Words, slots: Slots, row: Row) -> None:
+    """Remove a row, whose name is still known, and close the gap (Knuth, 6.4, algorithm R)."""
     mask = np.uint64(slots.shape[0] - 1)
-    tag = tag_of(name)
-    slot = (tag << HALF) | row
-    gap = tag & mask
-    while slots[gap] != slot:
+    spread = spread_of(names[row])
+    value = (spread & ~mask) | row
+    gap = spread & mask
+    while slots[gap] & _UNMOVED != value:
         gap = (gap + ONE) & mask
-    i = gap
-    while True:
+    i = (gap + ONE) & mask
+    while slots[i] != 0:
+        if slots[i] & _MOVED != 0:
+            other = slots[i] & mask
+            if ((i - spread_of(names[other])) & mask) >= ((i - gap) & mask):
+                put(slots, gap, names[other], other)
+                gap = i
         i = (i + ONE) & mask
-        if slots[i] == 0:
-            break
-        start = slots[i] >> HALF
-        if ((i - start) & mask) >= ((i - gap) & mask):
-            slots[gap] = slots[i]
-            gap = i
     slots[gap] = 0
 
 
 @bare_kernel
-def _rehash(old: Words, slots: Words) -> None:
-    mask = np.uint64(slots.shape[0] - 1)
-    for slot in old:
-        if slot != 0:
-            i = (slot >> HALF) & mask
-            while slots[i] != 0:
-                i = (i + ONE) & mask
-            slots[i] = slot
+def _rehash(names: Words, slots: Slots) -> None:
+    for row in range(1, names.shape[0]):
+        if names[row] != 0:
+            insert(slots, names[row], np.uint64(row))
 
 
 @inlined
-def prefetch(slots: Words, names: Words) -> np.uint64:
+def prefetch(slots: Slots, names: Words) -> np.uint64:
     """Load the first slots for names (their last column), in parallel; return part of them."""
     mask, name_column, loaded = np.uint64(slots.shape[0] - 1), names.shape[1] - 1, NONE
     for i in range(names.shape[0]):
-        loaded |= slots[tag_of(names[i, name_column]) & mask]
+        loaded |= slots[spread_of(names[i, name_column]) & mask]
     return loaded

@@ -9,12 +9,15 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from pigou.compiled import bare_kernel, inlined
+from pigou.compiled import DirectCalls, bare_kernel, inlined
 from pigou.control.prefix_index.hash_slots import (
+    HALF,
     NONE,
     ONE,
+    SPREAD,
     TABLE_SLOTS,
     Row,
+    Slots,
     Words,
     erase,
     find,
@@ -22,7 +25,6 @@ from pigou.control.prefix_index.hash_slots import (
     new_slots,
     probe,
     put,
-    tag_of,
 )
 from pigou.control.prefix_index.worker_entries import (
     CHANGED_KEY,
@@ -35,10 +37,10 @@ from pigou.control.prefix_index.worker_entries import (
 from pigou.request import BlockKeys, Counts
 
 #: Fields of `TableArrays`: kernels are called with a plain tuple, which costs less to hand over.
-TableTuple: TypeAlias = tuple[Words, Words, Words, Counts]
+TableTuple: TypeAlias = tuple[Words, Slots, Words, Counts]
 
-#: Column of a row's key; first column of its bits; columns of a free row's neighbours in the list.
-KEY, BITS, NEXT, PREV = 0, 1, 1, 2
+#: Columns of a row's key, and of its first bits; a free row has its neighbours in the list there.
+KEY, BITS, NEIGHBOURS = 0, 1, 1
 #: Columns of duplicates.
 DUP_KEY, DUP_HOLDER, DUP_COUNT = range(3)
 DUP_WIDTH = 3
@@ -55,6 +57,7 @@ ON_DEVICE, ON_HOST, ON_STORAGE, RUN = range(4)
 #: Planes of a walk: counts of blocks best held on the host and in storage, and who is still in.
 HOST_PLANE, STORAGE_PLANE, ALIVE_PLANE = range(3)
 
+_LOW = np.uint64(2**32 - 1)
 _MIN_ROWS = 1024
 _MIN_DUPLICATES = 64
 #: Rows grow by this factor: the old ones are copied, and both are in memory meanwhile.
@@ -66,11 +69,11 @@ class TableArrays(NamedTuple):
 
     # uint64, shape (rows + 1, 1 + tiers words). A row has a key (0 where it is free) and, for each
     # tier, one bit a worker, in words of 64, of which there are a power of two. There are three
-    # tiers, or, with two words or more, the device's alone: most fleets have no other, and memory
-    # for rows is what takes the time. Row 0 is the sentinel of the list of free rows, whose
-    # neighbours are in columns NEXT and PREV.
+    # tiers, or the device's alone until a block is held below it: most fleets have no other, and
+    # memory for rows is what takes the time. Row 0 is the sentinel of the list of free rows, whose
+    # neighbours are in column NEIGHBOURS: the next in its lower half, the one before in its upper.
     rows: Words
-    slots: Words  # from a key to its row (`pigou.control.prefix_index.hash_slots`)
+    slots: Slots  # from a key to its row (`pigou.control.prefix_index.hash_slots`)
     # uint64, shape (a power of two, 3): key, holder (3 worker + tier) and how often, beyond the
     # first time, this worker holds this key in this tier (0 where empty).
     duplicates: Words
@@ -84,7 +87,7 @@ class HolderTable:
         self.words = 1  # words per tier in each row
         self._totals: Counts = np.zeros(TOTALS, dtype=np.int64)
         self.arrays: TableTuple = (
-            np.zeros((_MIN_ROWS + 1, BITS + TIERS), dtype=np.uint64),
+            np.zeros((_MIN_ROWS + 1, self._columns(self.words)), dtype=np.uint64),
             new_slots(_MIN_ROWS, TABLE_SLOTS),
             np.zeros((_MIN_DUPLICATES, DUP_WIDTH), dtype=np.uint64),
             self._totals,
@@ -114,7 +117,7 @@ class HolderTable:
     def overlaps(self, workers: Counts, keys: BlockKeys) -> Counts:
         """Return the blocks of a chain (blocks,) that workers hold, (4, workers), by `RUN` etc."""
         out = np.empty((4, len(workers)), dtype=np.int64)
-        _walk(self.arrays[0], self.arrays[1], keys, workers, self._planes, self._runs, out)
+        _calls.walk(self.arrays[0], self.arrays[1], keys, workers, self._planes, self._runs, out)
         return out
 
     def reserve(self, keys: int, media: int) -> None:
@@ -138,15 +141,15 @@ class HolderTable:
             self.arrays = rows, slots, more, totals
 
     def _columns(self, words: int) -> int:
-        below_device = self._totals.item(BELOW_DEVICE) != 0
-        return BITS + words * (TIERS if below_device or words == 1 else 1)
+        return BITS + words * (TIERS if self._totals.item(BELOW_DEVICE) else 1)
 
     def _rebuild(self, size: int, words: int) -> None:
         old, slots, duplicates, totals = self.arrays
         rows = np.zeros((size + 1, self._columns(words)), dtype=np.uint64)
         _widen(old, rows)
         self.words = words
-        self.arrays = rows, grow_slots(slots, size, TABLE_SLOTS), duplicates, totals
+        slots = grow_slots(slots, rows[:, KEY], size, TABLE_SLOTS)
+        self.arrays = rows, slots, duplicates, totals
 
     def _new_scratch(self) -> None:
         self._planes: Words = np.zeros((3, 32, self.words), dtype=np.uint64)
@@ -164,31 +167,30 @@ def _allocate_row(rows: Words, totals: Counts, previous: Row) -> Row:
     if row <= top and rows[row, KEY] != 0:
         row = top + ONE
     if row > top:
-        head = rows[0, NEXT]
+        head = rows[0, NEIGHBOURS] & _LOW
         if row < np.uint64(rows.shape[0]) and (previous == top or head == 0):
             totals[TOP] = row
             return row
         row = head
-    before, after = rows[row, PREV], rows[row, NEXT]
-    rows[before, NEXT] = after
-    rows[after, PREV] = before
-    rows[row, NEXT] = 0
-    rows[row, PREV] = 0
+    before, after = rows[row, NEIGHBOURS] >> HALF, rows[row, NEIGHBOURS] & _LOW
+    rows[before, NEIGHBOURS] = (rows[before, NEIGHBOURS] & ~_LOW) | after
+    rows[after, NEIGHBOURS] = (rows[after, NEIGHBOURS] & _LOW) | (before << HALF)
+    rows[row, NEIGHBOURS] = 0
     return row
 
 
 @inlined
 def _free_row(rows: Words, totals: Counts, row: Row) -> None:
-    before = rows[0, PREV]
+    before = rows[0, NEIGHBOURS] >> HALF
     rows[row, KEY] = 0
-    rows[row, PREV] = before
-    rows[before, NEXT] = row
-    rows[0, PREV] = row
+    rows[row, NEIGHBOURS] = before << HALF
+    rows[before, NEIGHBOURS] = (rows[before, NEIGHBOURS] & ~_LOW) | row
+    rows[0, NEIGHBOURS] = (rows[0, NEIGHBOURS] & _LOW) | (row << HALF)
     totals[ROWS] -= 1
 
 
 @inlined
-def _row_of(rows: Words, slots: Words, key: np.uint64, neighbour: Row) -> Row:
+def _row_of(rows: Words, slots: Slots, key: np.uint64, neighbour: Row) -> Row:
     """Return the row of a key, or 0; checks the rows beside `neighbour` first."""
     after, before = neighbour + ONE, neighbour - ONE
     if key == 0:
@@ -213,8 +215,7 @@ def _widen(old: Words, rows: Words) -> None:
     old_words, words = (old.shape[1] - BITS) // tiers, (rows.shape[1] - BITS) // tiers_of(rows)
     for i in range(old.shape[0]):
         if old[i, KEY] == 0:
-            rows[i, NEXT] = old[i, NEXT]
-            rows[i, PREV] = old[i, PREV]
+            rows[i, NEIGHBOURS] = old[i, NEIGHBOURS]
             continue
         rows[i, KEY] = old[i, KEY]
         for tier in range(tiers):
@@ -227,7 +228,7 @@ def _widen(old: Words, rows: Words) -> None:
 
 @inlined
 def _first_slot(key: np.uint64, holder: np.uint64, mask: int) -> int:
-    start: int = np.int64(tag_of(key ^ holder)) & mask  # type: ignore[assignment]
+    start: int = np.int64(((key ^ holder) * SPREAD) >> HALF) & mask  # type: ignore[assignment]
     return start
 
 
@@ -341,7 +342,7 @@ def drop_holder(table: TableArrays, worker: int, key: np.uint64, media: int, nei
     for column in range(BITS, rows.shape[1]):
         others |= rows[row, column]
     if others == 0:
-        erase(slots, key, row)
+        erase(rows[:, KEY], slots, row)
         _free_row(rows, totals, row)
     return row
 
@@ -408,7 +409,7 @@ def _lower_holders(
 
 @bare_kernel
 def _walk(
-    rows: Words, slots: Words, keys: BlockKeys, workers: Counts, planes: Words, runs: Counts,
+    rows: Words, slots: Slots, keys: BlockKeys, workers: Counts, planes: Words, runs: Counts,
     out: Counts,
 ) -> None:  # fmt: skip
     """Walk down a chain until no worker holds the next block."""
@@ -454,3 +455,8 @@ def _walk(
             out[ON_STORAGE, k] = _count_of(planes[STORAGE_PLANE], workers[k])
             out[ON_DEVICE, k] -= out[ON_HOST, k] + out[ON_STORAGE, k]
         planes[:] = 0
+
+
+_calls = DirectCalls(
+    walk=(_walk, "void(u8[:, ::1], u4[::1], u8[::1], i8[::1], u8[:, :, ::1], i8[::1], i8[:, ::1])")
+)

@@ -125,11 +125,11 @@ class PrefixIndex:
         cache = self._caches.get(worker) or self._cache_of(worker)
         for event in events:
             cache.events += 1
-            if isinstance(event, BlockStored):
+            if type(event) is BlockStored:  # quicker than `isinstance`
                 keys = np.ascontiguousarray(event.hashes, dtype=WORD)  # the names are the keys
                 parent = event.parent.item(-1) if event.parent.size else None
                 self._store(cache, keys, keys, parent, event.medium)
-            elif isinstance(event, BlockRemoved):
+            elif type(event) is BlockRemoved:
                 names = np.ascontiguousarray(event.hashes, dtype=WORD)
                 self._remove(cache, names, event.medium)
             elif isinstance(event, Stored):

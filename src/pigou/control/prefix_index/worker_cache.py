@@ -9,19 +9,20 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.compiled import bare_kernel, inlined
+from pigou.compiled import DirectCalls, bare_kernel, inlined
 from pigou.control.prefix_index.hash_slots import (
     ENTRY_SLOTS,
-    HALF,
     NONE,
     ONE,
     SPREAD,
+    Slots,
     Words,
     crowded,
     find,
     prefetch,
     probe,
     put,
+    spread_of,
 )
 from pigou.control.prefix_index.holder_table import (
     BELOW_DEVICE,
@@ -30,6 +31,7 @@ from pigou.control.prefix_index.holder_table import (
     ROWS,
     HolderTable,
     TableArrays,
+    TableTuple,
     add_holder,
     drop_holder,
     tiers_of,
@@ -49,7 +51,6 @@ from pigou.control.prefix_index.worker_entries import (
     Entries,
     EntryArrays,
     Holdings,
-    Links,
     Predictions,
     add_child,
     allocate_entry,
@@ -66,8 +67,8 @@ Rates: TypeAlias = NDArray[np.float64]
 #: Fields of `GhostArrays`: kernels are called with a plain tuple, which costs less to hand over.
 GhostTuple: TypeAlias = tuple[Words, Rates]
 
-#: Columns of `blocks`.
-GHOST_KEY, GHOST_WORKER = range(2)
+#: Bits of a ghost that are the worker's number.
+_WORKER = np.uint64(2**16 - 1)
 #: Rows of `counts`: blocks that were computed again, and blocks that were stored.
 RECOMPUTED, STORED = range(2)
 #: Blocks of a cacheful, at least.
@@ -80,9 +81,9 @@ NO_ROOM = -(2**62)
 class GhostArrays(NamedTuple):
     """Arrays of ghosts, as kernels read them."""
 
-    # uint64, shape (a power of two, 2): a key, at the upper bits of its spread, and the number of
-    # the worker that evicted it; 0 where empty. A new ghost replaces another, and so the oldest are
-    # forgotten, by chance. Of no rows until something is evicted.
+    # uint64, shape (a power of two,), or empty until something is evicted: the upper 48 bits of a
+    # key's spread, whose first ones are the row, and 16 of the number of the worker that evicted
+    # it; 0 where empty. A new ghost replaces another, and so the oldest are forgotten, by chance.
     blocks: Words
     counts: Rates  # float64, shape (2, workers), by the rows above
 
@@ -96,7 +97,7 @@ class Ghosts:
     """
 
     def __init__(self) -> None:
-        blocks: Words = np.zeros((0, 2), dtype=np.uint64)
+        blocks: Words = np.zeros(0, dtype=np.uint64)
         self.arrays: GhostTuple = blocks, np.zeros((2, _WORKERS))
         self.capacity = 0  # blocks that it has room for
         self._zeros: Rates = np.zeros(0)
@@ -107,14 +108,14 @@ class Ghosts:
         while worker >= counts.shape[1]:
             counts = np.concatenate([counts, np.zeros_like(counts)], axis=1)
         counts[:, worker] = 0.0
-        blocks[blocks[:, GHOST_WORKER] == worker] = 0
+        blocks[blocks & _WORKER == worker] = 0
         self.arrays = blocks, counts
 
     def reserve(self, held: int) -> None:
         """Grow for `held` blocks of all workers before evictions."""
         if held > self.capacity:
             self.capacity = max(_MIN_BLOCKS, 1 << (held - 1).bit_length())
-            self.arrays = np.zeros((self.capacity, 2), dtype=np.uint64), self.arrays[1]
+            self.arrays = np.zeros(self.capacity, dtype=np.uint64), self.arrays[1]
 
     def recomputed_share(self, workers: NDArray[np.int64]) -> Rates:
         """Return blocks recomputed per block stored, 0 to 1, (workers,)."""
@@ -176,14 +177,14 @@ class WorkerCache:
         """
         holdings = self.holdings
         name = NONE if parent is None else np.uint64(parent or ZERO_HASH)
-        new = store(
-            holdings.arrays, *table.arrays, *ghosts.arrays, media, name, hashes, keys, False
+        new: int = _calls.store(
+            holdings.arrays, table.arrays, ghosts.arrays, media, name, hashes, keys, False
         )
         if new == NO_ROOM:
             holdings.reserve(holdings.count_absent(hashes))
             table.reserve(len(hashes), media)
-            new = store(
-                holdings.arrays, *table.arrays, *ghosts.arrays, media, name, hashes, keys, True
+            new = _calls.store(
+                holdings.arrays, table.arrays, ghosts.arrays, media, name, hashes, keys, True
             )
         holdings.counted += new
         return new
@@ -191,7 +192,7 @@ class WorkerCache:
     def remove(self, table: HolderTable, ghosts: Ghosts, hashes: Words, media: int) -> int:
         """Remove blocks from a tier; return the growth, 0 or less."""
         holdings = self.holdings
-        new = remove(*holdings.arrays, *table.arrays, ghosts.arrays[0], media, hashes)
+        new: int = _calls.remove(holdings.arrays, table.arrays, ghosts.arrays, media, hashes)
         holdings.counted += new
         return new
 
@@ -207,9 +208,8 @@ def _ghost_shift(blocks: Words) -> np.uint64:
 @inlined
 def _add_ghost(blocks: Words, shift: np.uint64, key: np.uint64, worker: int) -> None:
     """Remember a block that a worker evicted from its last tier."""
-    row = (key * SPREAD) >> shift
-    blocks[row, GHOST_KEY] = key
-    blocks[row, GHOST_WORKER] = worker
+    spread = key * SPREAD
+    blocks[spread >> shift] = (spread & ~_WORKER) | (np.uint64(worker) & _WORKER)
 
 
 @inlined
@@ -223,10 +223,11 @@ def _count_stored(ghosts: GhostArrays, keys: Words, worker: int, held: int, new:
     shift = _ghost_shift(blocks)
     for i in range(keys.shape[0]):
         key = keys[i, key_column]
-        row = (key * SPREAD) >> shift
-        if key != 0 and blocks[row, GHOST_KEY] == key:
-            counts[RECOMPUTED, blocks[row, GHOST_WORKER]] += 1.0
-            blocks[row, GHOST_KEY] = 0
+        spread = key * SPREAD
+        ghost = blocks[spread >> shift]
+        if key != 0 and ghost != 0 and ghost ^ spread <= _WORKER:
+            counts[RECOMPUTED, ghost & _WORKER] += 1.0
+            blocks[spread >> shift] = 0
 
 
 @bare_kernel
@@ -240,18 +241,17 @@ def recomputed_share(counts: Rates, workers: Counts, shares: Rates) -> None:
 
 @bare_kernel
 def store(
-    entry_arrays: Entries, rows: Words, row_slots: Words, duplicates: Words, totals: Counts,
-    ghosts: Words, ghost_counts: Rates, media: int, parent: np.uint64, hashes: Words, keys: Words,
-    reserved: bool,
+    entry_arrays: Entries, table_arrays: TableTuple, ghosts: GhostTuple, media: int,
+    parent: np.uint64, hashes: Words, keys: Words, reserved: bool,
 ) -> int:  # fmt: skip
     """Store consecutive blocks in one tier; return the growth of the holdings, or `NO_ROOM`.
 
-    Arrays are passed one by one because tuples cost 0.1 us each. `hashes` and `keys` (0: unknown)
-    are in the last columns, (blocks, any); `reserved` skips the check for room.
+    `hashes` and `keys` (0: unknown) are in the last columns, (blocks, any); `reserved` skips the
+    check for room.
     """
-    entries = EntryArrays(*entry_arrays)
-    table = TableArrays(rows, row_slots, duplicates, totals)
+    entries, table = EntryArrays(*entry_arrays), TableArrays(*table_arrays)
     links, names, values, slots, counts = entries
+    rows, row_slots, duplicates, totals = table
     worker: int = counts[WORKER]
     before, new_blocks = counts[USED], hashes.shape[0]
     if not reserved and (
@@ -300,46 +300,46 @@ def store(
             row = add_holder(table, worker, values[entry], new_media, row)
         previous = entry
     new: int = counts[USED] - before
-    if ghosts.shape[0] > 0:
-        _count_stored(GhostArrays(ghosts, ghost_counts), keys, worker, counts[USED], max(0, new))
+    if ghosts[0].shape[0] > 0:
+        _count_stored(GhostArrays(*ghosts), keys, worker, counts[USED], max(0, new))
     return new
 
 
 @inlined
 def _prefetch_removed(
-    slots: Words, row_slots: Words, ghosts: Words, shift: np.uint64, hashes: Words
+    slots: Slots, row_slots: Slots, ghosts: Words, shift: np.uint64, hashes: Words
 ) -> np.uint64:
     # As `hash_slots.prefetch`. It takes names for keys, as they are where engines' hashes are ours;
     # elsewhere only the first loads are of use.
     hash_column, loaded = hashes.shape[1] - 1, NONE
     mask, row_mask = np.uint64(slots.shape[0] - 1), np.uint64(row_slots.shape[0] - 1)
     for i in range(hashes.shape[0]):
-        spread = hashes[i, hash_column] * SPREAD
-        tag = spread >> HALF
-        loaded |= slots[tag & mask] | row_slots[tag & row_mask]
-        loaded |= ghosts[spread >> shift, GHOST_WORKER]
+        name = hashes[i, hash_column]
+        start = spread_of(name)
+        loaded |= slots[start & mask] | row_slots[start & row_mask]
+        loaded |= ghosts[(name * SPREAD) >> shift]
     return loaded
 
 
 @bare_kernel
 def remove(
-    links: Links, names: Words, values: Words, slots: Words, counts: Counts, rows: Words,
-    row_slots: Words, duplicates: Words, totals: Counts, ghosts: Words, media: int,
+    entry_arrays: Entries, table_arrays: TableTuple, ghost_arrays: GhostTuple, media: int,
     hashes: Words,
 ) -> int:  # fmt: skip
     """Remove blocks from one tier; return the growth.
 
     Known keys leaving their last tier become ghosts.
     """
-    entries = EntryArrays(links, names, values, slots, counts)
-    table = TableArrays(rows, row_slots, duplicates, totals)
+    entries, table = EntryArrays(*entry_arrays), TableArrays(*table_arrays)
+    links, names, values, slots, counts = entries
+    ghosts = ghost_arrays[0]
     worker: int = counts[WORKER]
     before, hash_column = counts[USED], hashes.shape[1] - 1
     shift = NONE
     if ghosts.shape[0] > 0:
         shift = _ghost_shift(ghosts)
-        loaded = _prefetch_removed(slots, row_slots, ghosts, shift, hashes)
-        totals[PREFETCHED] = np.int64(loaded)
+        loaded = _prefetch_removed(slots, table.slots, ghosts, shift, hashes)
+        table.totals[PREFETCHED] = np.int64(loaded)
     entry, row = NONE, NONE
     for i in range(hashes.shape[0]):
         entry = entry_of(names, slots, name_of_hash(hashes[i, hash_column]), entry)
@@ -355,3 +355,15 @@ def remove(
             row = drop_holder(table, worker, key, media, row)
     new: int = counts[USED] - before
     return new
+
+
+_ENTRIES = "Tuple((u4[::1], u8[::1], u8[::1], u4[::1], i8[::1]))"
+_TABLE, _GHOSTS = (
+    "Tuple((u8[:, ::1], u4[::1], u8[:, ::1], i8[::1]))",
+    "Tuple((u8[::1], f8[:, ::1]))",
+)
+_GROUPS = f"{_ENTRIES}, {_TABLE}, {_GHOSTS}"
+_calls = DirectCalls(
+    store=(store, f"i8({_GROUPS}, i8, u8, u8[:, ::1], u8[:, ::1], b1)"),
+    remove=(remove, f"i8({_GROUPS}, i8, u8[:, ::1])"),
+)

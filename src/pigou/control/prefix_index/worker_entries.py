@@ -18,6 +18,7 @@ from pigou.control.prefix_index.hash_slots import (
     NONE,
     ONE,
     Row,
+    Slots,
     Words,
     erase,
     find,
@@ -29,7 +30,7 @@ from pigou.request import BlockKeys, Counts
 
 Links: TypeAlias = NDArray[np.uint32]
 #: Fields of `EntryArrays`: kernels are called with a plain tuple, which costs less to hand over.
-Entries: TypeAlias = tuple[Links, Words, Words, Words, Counts]
+Entries: TypeAlias = tuple[Links, Words, Words, Slots, Counts]
 
 #: Tiers, the nearest first.
 DEVICE, HOST, STORAGE = range(3)
@@ -62,7 +63,7 @@ class EntryArrays(NamedTuple):
     links: Links
     names: Words  # uint64, shape (entries + 1,), 0 for a free entry
     values: Words  # uint64, shape (entries + 1,), 0 for a free entry
-    slots: Words  # from a name to its entry (`pigou.control.prefix_index.hash_slots`)
+    slots: Slots  # from a name to its entry (`pigou.control.prefix_index.hash_slots`)
     counts: Counts  # int64, shape (6,), by the names above
 
 
@@ -106,17 +107,17 @@ class WorkerEntries:
         """Reserve room for new entries, up to the limit."""
         links, names, values, slots, counts = self.arrays
         needed, size = min(len(self) + new, self.limit), len(names) - 1
-        # All slots are touched: no more of them than are of use.
-        slots = grow_slots(slots, needed, ENTRY_SLOTS)
         if needed > size:
-            needed = max(needed, min(self.expected, self.limit))
-            while size < needed:
+            room = max(needed, min(self.expected, self.limit))
+            while size < room:
                 size = min(2 * size, self.limit)
             more_links, more_names, more_values = _zeros(size)
             more_links[: len(links)] = links
             more_names[: len(names)] = names
             more_values[: len(values)] = values
             links, names, values = more_links, more_names, more_values
+        # All slots are touched: no more of them than are of use.
+        slots = grow_slots(slots, names, needed, ENTRY_SLOTS)
         self.arrays = links, names, values, slots, counts
 
     def clear(self) -> BlockChanges:
@@ -211,7 +212,7 @@ class Predictions(WorkerEntries):
 
 
 @inlined
-def entry_of(names: Words, slots: Words, name: np.uint64, neighbour: Row) -> Row:
+def entry_of(names: Words, slots: Slots, name: np.uint64, neighbour: Row) -> Row:
     """Return the entry of a name, or 0; checks the entries beside `neighbour` first."""
     after, before = neighbour + ONE, neighbour - ONE
     if after < np.uint64(names.shape[0]) and names[after] == name:
@@ -364,7 +365,7 @@ def drop_entry(entries: EntryArrays, entry: Row) -> None:
     links, names, values, slots, counts = entries
     if values[entry] != 0:
         counts[KNOWN] -= 1
-    erase(slots, names[entry], entry)
+    erase(names, slots, entry)
     detach(links, entry)
     _free_entry(links, names, values, counts, entry)
 
@@ -393,13 +394,13 @@ def evict(arrays: Entries, count: int, lost: Words) -> int:
 
 
 @bare_kernel
-def look_up(names: Words, slots: Words, block_hash: np.uint64) -> Row:
+def look_up(names: Words, slots: Slots, block_hash: np.uint64) -> Row:
     """Return the entry of a hash, or 0."""
     return find(names, slots, name_of_hash(block_hash))
 
 
 @bare_kernel
-def count_absent(names: Words, slots: Words, hashes: Words) -> int:
+def count_absent(names: Words, slots: Slots, hashes: Words) -> int:
     """Count the hashes (last column) that are not held."""
     count = 0
     for i in range(hashes.shape[0]):
@@ -417,7 +418,7 @@ def _drop_first(entries: EntryArrays, lost: Words, count: int) -> int:
     links, names, values, slots, counts = entries
     entry = np.uint64(links[NEXT])
     count = _append_change(lost, count, names[entry], links[entry * WIDTH + MEDIA])
-    erase(slots, names[entry], entry)
+    erase(names, slots, entry)
     unlink(links, entry)
     _free_entry(links, names, values, counts, entry)
     return count
