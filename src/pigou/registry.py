@@ -27,7 +27,7 @@ EXTRAS = {
 }
 #: Names that `pigou-lab` registers, by entry point group: without it, its remedy is told.
 LAB_NAMES = {
-    "pigou.command": "experiment",
+    "pigou.command": "experiment game",
     "pigou.controller": "bandit interpolated regime",
     "pigou.detector": "config-variance paper second-difference",
     "pigou.eviction": "arc fifo frequency gdsf kvbm lfu random s3fifo sieve",

@@ -31,6 +31,7 @@ COMMANDS = {
     "frontier": "Find settings of router and engines by load: TTFT, ITL and tokens/s that they trade.",  # noqa: E501
     "vram": "Map a GPU's memory under a model: six terms, the KV of a token, and what a batch needs.",  # noqa: E501
     "experiment": 'Run an experiment of "The Price of Anarchy in Disaggregated Inference" again.',
+    "game": "Solve games of the theory: equilibria, optimum, Price of Anarchy.",
     "report": "Compare runs, or draw an experiment: one page with plots.",
     "profile": "Measure the step times of a live, idle worker, for simulations of it.",
     "replay": "Replay a gateway's decisions from its journal, and compare them.",
@@ -40,7 +41,7 @@ COMMANDS = {
     "version": "Print the versions of Pigou, torch and Python.",
 }
 #: File of a command that is not named after it; "" for an entry point of `pigou.command`.
-_FILES = {"operator": "fleet", "experiment": ""} | {
+_FILES = {"operator": "fleet", "experiment": "", "game": ""} | {
     command: file
     for file, commands in (("measure", "bench profile sweep"), ("install", "key warm version"))
     for command in commands.split()

@@ -106,6 +106,10 @@ class AtomicGame:
         """Return the social cost of the best pure equilibrium over that of the optimum."""
         return self._price(min)
 
+    def better_choice(self, profile: Profile, player: int) -> int | None:
+        """Return the player's best strategy, or None where it gains by none."""
+        return self._better(profile, self.loads(profile), player)
+
     def best_response(self, profile: Profile, seed: int, rounds: int = 1000) -> Profile:
         """Return the equilibrium of random-order best responses; RuntimeError after ``rounds``."""
         rng = np.random.default_rng(seed)
