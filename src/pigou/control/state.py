@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pigou.compiled import bare_kernel
+from pigou.compiled import DirectCalls, bare_kernel
 from pigou.control.latency_model.estimates import pairs
 from pigou.control.messages import Choice, LoadReport, RemoteKVFetch
 from pigou.control.peers.bookings import (
@@ -377,10 +377,12 @@ class FleetState:
         self.requests[request.id] = routed
         self.oldest_arrival = min(self.oldest_arrival, routed.arrived_at)
         self.backlog.add(computes, request.id, uncached, routed.pairs, now)
-        self.columns.served[row] += 1
-        self.columns.pending_prefill_tokens[row] += request.prompt
         self._charge_prefill(routed, 1)
-        self._charge_decode(routed, 1)
+        columns = self.columns
+        _calls.add_four(
+            columns.served, columns.pending_prefill_tokens, columns.decode_requests,
+            columns.decode_tokens, row, 1, request.prompt, request.sequences, request.prompt,
+        )  # fmt: skip
         return routed
 
     def fetch_failed(self, routed: RoutedRequest, uncached: int) -> None:
@@ -424,12 +426,13 @@ class FleetState:
             return None
         self._discharge_prefill(routed, now)
         if routed.decode is not None:
-            row = self.row[routed.decode]
-            if routed.decoding:
-                self.columns.decoding[row] -= routed.request.sequences
-            else:
-                self.columns.pending_prefill_tokens[row] -= routed.request.prompt
-        self._charge_decode(routed, -1)
+            columns, sequences = self.columns, routed.request.sequences
+            decoding = sequences if routed.decoding else 0
+            _calls.add_four(
+                columns.decoding, columns.pending_prefill_tokens, columns.decode_requests,
+                columns.decode_tokens, self.row[routed.decode], -decoding,
+                0 if routed.decoding else -routed.request.prompt, -sequences, -routed.tokens,
+            )  # fmt: skip
         over_expected = self.slots.over_expected(routed.slot)
         if over_expected and routed.decode is not None:
             self.columns.over_expected_tokens[self.row[routed.decode]] -= over_expected
@@ -490,10 +493,11 @@ class FleetState:
 
     def _charge_prefill(self, routed: RoutedRequest, sign: int) -> None:
         if routed.prefill is not None:
-            row = self.row[routed.prefill]
-            self.columns.prefill_requests[row] += sign
-            self.columns.prefill_tokens[row] += sign * routed.uncached
-            self.columns.prefill_pairs[row] += sign * routed.pairs
+            row, columns = self.row[routed.prefill], self.columns
+            _calls.add_four(
+                columns.prefill_requests, columns.prefill_tokens, columns.prefill_pairs,
+                columns.prefill_requests, row, sign, sign * routed.uncached, sign * routed.pairs, 0,
+            )  # fmt: skip
             if routed.background:
                 self.background += sign
                 self.columns.background_requests[row] += sign
@@ -506,8 +510,18 @@ class FleetState:
             self.backlog.remove(self.row[routed.prefill], routed.request.id, now)
             routed.prefill = None
 
-    def _charge_decode(self, routed: RoutedRequest, sign: int) -> None:
-        if routed.decode is not None:
-            row = self.row[routed.decode]
-            self.columns.decode_requests[row] += sign * routed.request.sequences
-            self.columns.decode_tokens[row] += sign * routed.tokens
+
+@bare_kernel
+def _add_four(
+    a: Counts, b: Counts, c: Counts, d: Counts, row: int, to_a: int, to_b: int, to_c: int, to_d: int
+) -> None:
+    """Add to four columns in one row: a compiled call takes less than two additions by NumPy."""
+    a[row] += to_a
+    b[row] += to_b
+    c[row] += to_c
+    d[row] += to_d
+
+
+_calls = DirectCalls(
+    add_four=(_add_four, "void(i8[::1], i8[::1], i8[::1], i8[::1], i8, i8, i8, i8, i8)")
+)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel
+from pigou.control.latency_model.estimates import ARRIVALS, BUSY, FLEET_ARRIVALS
 from pigou.request import SECOND
 
 #: Averaging time of a worker's arrival rate, in seconds.
@@ -80,13 +81,16 @@ class ArrivalGaps:
 @bare_kernel
 def decay_rates(
     rate: NDArray[np.float64], rated_at: NDArray[np.int64], service_s: NDArray[np.float64],
-    now: int, arrivals: NDArray[np.float64], busy: NDArray[np.float64],
+    now: int, fleet_rate: float, table: NDArray[np.float64],
 ) -> None:  # fmt: skip
-    """Write rates decayed to `now`, and each worker's share of time spent on prefill."""
+    """Write rates decayed to `now`, each worker's share of time spent on prefill, and the fleet's
+    rate into `Estimates.table`.
+    """
     for w in range(rate.shape[0]):
         age = max(0, now - rated_at[w]) / SECOND / RATE_S
-        arrivals[w] = rate[w] * math.exp(-age)
-        busy[w] = min(MAX_BUSY, arrivals[w] * service_s[w])
+        table[ARRIVALS, w] = rate[w] * math.exp(-age)
+        table[BUSY, w] = min(MAX_BUSY, table[ARRIVALS, w] * service_s[w])
+        table[FLEET_ARRIVALS, w] = fleet_rate
 
 
 class PromptSizes:

@@ -280,10 +280,10 @@ class LatencyModel:
         )  # fmt: skip
 
     def _write_rates(self, estimates: Estimates, now: int) -> None:
-        estimates.fleet_arrivals[:] = self._fleet_rate.per_second
         decay_rates(
-            self._rate, self._rated_at, self._mean_prefill, now, estimates.arrivals, estimates.busy
-        )
+            self._rate, self._rated_at, self._mean_prefill, now, self._fleet_rate.per_second,
+            estimates.table,
+        )  # fmt: skip
 
     def _learn(
         self, fit: AffineFit, factors: WorkerFactors, row: int, size: float, nanos: int, now: int,

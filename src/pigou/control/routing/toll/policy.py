@@ -70,8 +70,8 @@ class Toll:
         parts: CostTable, /,
     ) -> None:  # fmt: skip
         """Record the expected TTFT of the chosen candidate, for the mean."""
-        wait, prefill, transfer = parts.rows[:3, chosen].tolist()
-        self.recent_ttft.add(wait + prefill + transfer)
+        seconds = parts.rows.item
+        self.recent_ttft.add(seconds(0, chosen) + seconds(1, chosen) + seconds(2, chosen))
 
     @property
     def rise(self) -> float:
