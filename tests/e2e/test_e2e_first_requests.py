@@ -20,6 +20,7 @@ HOOK = Path(__file__).parent / "audited"
 #: What may come late, and why it breaks no request that can do without.
 LATE = re.compile(
     r"open '/dev/shm/pigou-kv-"  # another worker's cache, once for each: else blocks are computed
+    r"|open '/proc/vmstat'"  # the kernel's kills, with each heartbeat: none is known without
     r"|open \d+$"  # a pipe that is open already, to the process below
     r"|open '/dev/null'|subprocess.Popen "  # where grammars are tried: it may be killed, too
 )

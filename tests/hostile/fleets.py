@@ -17,6 +17,7 @@ import psutil
 from tests.hostile.machine import FOLDER
 from tests.lib.server_process import nats_server
 
+from pigou.fleet.fork_server import FORKED_NAME
 from pigou.gateway.auth.keys import make_key
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +56,8 @@ class Fleet:
     def workers(self) -> set[int]:
         """Return the pids of the workers."""
         children = self.process.children(recursive=True)
-        return {child.pid for child in children if "worker" in child.cmdline()}
+        workers = (c for c in children if c.name() == FORKED_NAME or "worker" in c.cmdline())
+        return {child.pid for child in workers}
 
     def memory(self) -> int:
         """Return the most memory that the gateway had since the last call, in bytes."""

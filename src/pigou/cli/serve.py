@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +18,16 @@ from pigou.cli.progress import StageProgress
 from pigou.cli.worker import check_workers, split_model
 from pigou.config import ConfigError, ControlConfig, check_all
 from pigou.control.planner.config import PlannerConfig
-from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WatchConfig, WorkersConfig
+from pigou.fleet.config import (
+    AttachedWorker,
+    FleetError,
+    LocalWorker,
+    WatchConfig,
+    WorkersConfig,
+    sleeps,
+    threads_each,
+)  # fmt: skip
+from pigou.fleet.fork_server import ForkServer
 from pigou.fleet.peers.bus import PeersConfig
 from pigou.gateway.config import GatewayConfig
 from pigou.logs import LogConfig
@@ -56,21 +66,22 @@ def serve(
     if model:
         fleet = msgspec.structs.replace(fleet, model=model)
     progress = StageProgress()
-    with uncollected():
-        from pigou.fleet.costs import make_plane
-        from pigou.fleet.registry.registry import open_registry
-        from pigou.fleet.serve import Serving, workers_of
-        from pigou.fleet.sources.local import WorkerTemplate, threads_each
-        from pigou.fleet.supervisor import FleetSetup
-        from pigou.wire.fleet_secret import FleetSecret
-
-    logs.configure(log.log_format, log.level, access=log.access_log, times=False)
-    arguments = [*_worker_options(gateway, log), *typed]
     by_cores = 2**16 if fleet.device == "cpu" and fleet.on == "local" else 0  # one each
     max_workers = by_cores if scaling.max_workers is None else scaling.max_workers
     if scaling.plans and max_workers and not fleet.threads:  # the cores are for those that join
         threads = threads_each(max(sum(fleet.counts), max_workers))
         fleet = msgspec.structs.replace(fleet, threads=threads)
+    forks = _fork_server(fleet, typed)
+    with uncollected():
+        from pigou.fleet.costs import make_plane
+        from pigou.fleet.registry.registry import open_registry
+        from pigou.fleet.serve import Serving, workers_of
+        from pigou.fleet.sources.local import WorkerTemplate
+        from pigou.fleet.supervisor import FleetSetup
+        from pigou.wire.fleet_secret import FleetSecret
+
+    logs.configure(log.log_format, log.level, access=log.access_log, times=False)
+    arguments = [*_worker_options(gateway, log), *typed]
     workers = workers_of(fleet, arguments)
     templates = WorkerTemplate.of_models(fleet, arguments)
     gateway = msgspec.structs.replace(
@@ -107,6 +118,7 @@ def serve(
                     models=fleet.models,
                     tokenizer=fleet.tokenizer,
                     prefill_queue=fleet.prefill_queue,
+                    forks=forks,
                 ),
                 scaling,
                 progress.report,
@@ -119,6 +131,16 @@ def serve(
     except (FleetError, OSError) as error:
         typer.echo(f"pigou serve: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _fork_server(fleet: WorkersConfig, typed: Sequence[str]) -> ForkServer | None:
+    """Return what forks the workers; it imports torch while the gateway is made."""
+    workers = sum(fleet.counts)
+    if not workers or fleet.device != "cpu" or fleet.on != "local" or sys.platform != "linux":
+        return None
+    if sleeps([*typed, *(["--timing"] if fleet.timing else [])]):
+        return None
+    return ForkServer(fleet.threads or threads_each(workers))
 
 
 def _gpu(gateway: GatewayConfig, fleet: WorkersConfig) -> str:

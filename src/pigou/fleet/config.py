@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
@@ -373,6 +375,18 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         if self.timing:
             arguments += ["--timing", self.timing]
         return arguments
+
+
+def threads_each(workers: int) -> int:
+    """Return compute threads per worker, so that together they fill the cores."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, workers))
+
+
+def sleeps(arguments: Sequence[str]) -> bool:
+    """True if the arguments let workers sleep instead of computing."""
+    return any(text.startswith(("--timing", "--executor=sleep")) for text in arguments) or (
+        ("--executor", "sleep") in pairwise(arguments)
+    )
 
 
 class LocalWorker(msgspec.Struct, frozen=True, kw_only=True):

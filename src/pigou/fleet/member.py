@@ -15,6 +15,7 @@ from pigou.background import Backoff
 from pigou.control.messages import WorkerDraining
 from pigou.control.planner.actuation import UNPLACEABLE
 from pigou.fleet.config import FleetError, WatchConfig
+from pigou.fleet.fork_server import ForkServer
 from pigou.fleet.hang_detection import HangArbiter
 from pigou.fleet.probe import EventSource, ProbeFailed, ProbeResult
 from pigou.fleet.worker_process import OUT_OF_MEMORY, MemberProcess
@@ -46,6 +47,7 @@ class MemberSetup:
     arbiter: HangArbiter
     secret: FleetSecret | None = None  # None leaves local workers open to this machine
     models: Mapping[str, PlaneDriver] = field(default_factory=dict)  # by name, where several
+    forks: ForkServer | None = None  # forks local workers on the CPU
 
     def driver_of(self, model: str) -> PlaneDriver:
         """Return the plane driver of a model. Raises FleetError."""

@@ -18,14 +18,20 @@ from pigou.config import ConfigError, ControlConfig
 from pigou.control.journal import journal_config
 from pigou.control.planner.config import PlannerConfig
 from pigou.control.warm_up import warm_up
-from pigou.fleet.config import AttachedWorker, DeclaredModel, LocalWorker, WorkersConfig
+from pigou.fleet.config import (
+    AttachedWorker,
+    DeclaredModel,
+    LocalWorker,
+    WorkersConfig,
+    sleeps,
+)  # fmt: skip
 from pigou.fleet.costs import follow_driver, make_plane
 from pigou.fleet.live_fleet import LiveFleet, OperatorChanges
 from pigou.fleet.peers.bus import PeerBus
 from pigou.fleet.peers.exchange import PeerExchange, PeerMetrics
 from pigou.fleet.planner_driver import PlannerDriver
 from pigou.fleet.prefill_queue.messages import queue_address
-from pigou.fleet.sources.local import WorkerTemplate, sleeps, start_workers
+from pigou.fleet.sources.local import WorkerTemplate, start_workers
 from pigou.fleet.supervisor import FleetSetup, Supervisor
 from pigou.gateway.app import GatewayServer
 from pigou.gateway.auth.keys import Keys

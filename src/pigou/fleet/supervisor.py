@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pigou.background import cancel
 from pigou.fleet.config import AttachedWorker, DeclaredModel, FleetError, LocalWorker, WatchConfig
 from pigou.fleet.drain import Drain
+from pigou.fleet.fork_server import ForkServer
 from pigou.fleet.hang_detection import HangArbiter
 from pigou.fleet.member import Member, MemberSetup
 from pigou.fleet.provider import Provider
@@ -47,6 +48,7 @@ class FleetSetup:
     models: Sequence[DeclaredModel] = ()  # declared models; empty if the workers report one
     tokenizer: str = ""  # folder or hub id of the model's tokenizer; empty asks the workers
     prefill_queue: str = ""  # URL of the queue that prefill workers pull from
+    forks: ForkServer | None = None  # forks local workers on the CPU
 
 
 class Supervisor:
@@ -66,7 +68,9 @@ class Supervisor:
         self.models = dict(models or {})
         self.drain_s = fleet.watch.drain  # seconds for requests of a draining worker to end
         arbiter = HangArbiter(fleet.watch.hang)
-        setup = MemberSetup(plane_driver, fleet.watch, arbiter, fleet.secret, self.models)
+        setup = MemberSetup(
+            plane_driver, fleet.watch, arbiter, fleet.secret, self.models, fleet.forks
+        )
         self.local = _starter(setup, fleet.templates)
         self.attached = AttachedProvider(setup)
         self.registered = _registered(setup, fleet)

@@ -18,6 +18,7 @@ from typing import Any, Protocol, Self
 import msgspec
 
 from pigou.fleet.config import FleetError
+from pigou.fleet.fork_server import QUIET, ForkedProcess, ForkServer
 from pigou.fleet.hang_detection import EngineProgress, read_heartbeat
 from pigou.logs import relay
 from pigou.small_file import read_bytes, read_text
@@ -39,13 +40,6 @@ _TAIL = 20
 #: Seconds between looks for a worker's end, and for what it printed before to be read.
 _LOOK_S, _REST_S = 0.25, 1.0
 _LINE = 1 << 20
-#: OpenMP threads that wait must not burn the cores that others need.
-_QUIET = {
-    "GOMP_SPINCOUNT": "0",
-    "KMP_BLOCKTIME": "0",
-    "PYTHONUNBUFFERED": "1",
-    "PIGOU_HEARTBEAT": "1",
-}
 
 
 @cache
@@ -99,7 +93,7 @@ class MemberProcess(Protocol):
 class WorkerProcess:
     """`pigou worker` as a child in its own session, so that Ctrl-C is ours."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process | ForkedProcess) -> None:
         self.pid = process.pid
         self._name = name
         self._process = process
@@ -121,41 +115,47 @@ class WorkerProcess:
         arguments: Sequence[str],
         secret: FleetSecret | None = None,
         host: str = "127.0.0.1",
+        forks: ForkServer | None = None,
     ) -> Self:
         """Start a worker on a free port, the secret in a pipe; it ends with this process."""
         environment = {
-            **os.environ,
-            **_QUIET,
             "PIGOU_PARENT": str(os.getpid()),
             "PIGOU_STAGES": "1",
         }
-        arguments = ["--host", host, *arguments]
+        arguments = ["worker", "--port", "0", "--exit-with-parent", "--host", host, *arguments]
         if secret is None:
-            return cls(name, await cls._execute(arguments, environment, ()))
+            return cls(name, await cls._execute(arguments, environment, (), forks))
         reading, writing = os.pipe()
         try:
             os.write(writing, secret.text())  # less than a pipe holds
             os.close(writing)
             environment[DESCRIPTOR] = str(reading)
-            return cls(name, await cls._execute(arguments, environment, (reading,)))
+            return cls(name, await cls._execute(arguments, environment, (reading,), forks))
         finally:
             os.close(reading)
 
     @staticmethod
     async def _execute(
-        arguments: Sequence[str], environment: dict[str, str], descriptors: Sequence[int]
-    ) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "pigou", "worker",
-            "--port", "0", "--exit-with-parent", *arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=environment,
-            pass_fds=descriptors,
-            start_new_session=True,
-            limit=_LINE,
-        )  # fmt: skip
+        arguments: Sequence[str], environment: dict[str, str], descriptors: Sequence[int],
+        forks: ForkServer | None = None,
+    ) -> asyncio.subprocess.Process | ForkedProcess:  # fmt: skip
+        process: asyncio.subprocess.Process | ForkedProcess | None = None
+        if forks is not None:
+            try:
+                process = await forks.fork(arguments, environment, descriptors, _LINE)
+            except OSError as error:
+                _log.warning("a worker is executed instead of forked: %s", error)
+        if process is None:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "pigou", *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={**os.environ, **QUIET, **environment},
+                pass_fds=descriptors,
+                start_new_session=True,
+                limit=_LINE,
+            )  # fmt: skip
         _lower(process.pid)
         return process
 

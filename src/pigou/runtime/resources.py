@@ -74,10 +74,11 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def prepare_environment(threads: int) -> None:
-    """Set the `environment` of this process; raises RuntimeError if torch is loaded already."""
-    if "torch" in sys.modules:
+    """Set the `environment` of this process; raises RuntimeError if torch was loaded without."""
+    wanted = environment(threads)
+    if "torch" in sys.modules and not wanted.items() <= os.environ.items():
         raise RuntimeError("prepare_environment must be called before torch is imported")
-    os.environ.update(environment(threads))
+    os.environ.update(wanted)
 
 
 def set_threads(threads: int) -> None:

@@ -14,7 +14,15 @@ import msgspec
 
 from pigou.background import cancel
 from pigou.config import ConfigError
-from pigou.fleet.config import FleetError, LocalWorker, ModelPoolConfig, RayConfig, WorkersConfig
+from pigou.fleet.config import (
+    FleetError,
+    LocalWorker,
+    ModelPoolConfig,
+    RayConfig,
+    WorkersConfig,
+    sleeps,
+    threads_each,
+)  # fmt: skip
 from pigou.fleet.member import Member, MemberSetup, pool_name
 from pigou.fleet.probe import probe
 from pigou.fleet.provider import ProvidedPool, Provider
@@ -105,11 +113,11 @@ def start_workers(
     return workers
 
 
-def sleeps(arguments: Sequence[str]) -> bool:
-    """True if the arguments let workers sleep instead of computing."""
-    return any(text.startswith(("--timing", "--executor=sleep")) for text in arguments) or (
-        ("--executor", "sleep") in pairwise(arguments)
-    )
+def on_cpu(arguments: Sequence[str]) -> bool:
+    """True if a worker with these arguments computes, and on the CPU alone."""
+    devices = [value for name, value in pairwise(arguments) if name == "--device"]
+    devices += [text.partition("=")[2] for text in arguments if text.startswith("--device=")]
+    return not sleeps(arguments) and set(devices) <= {"cpu"}
 
 
 def _apart(arguments: Sequence[str], name: str) -> list[str]:
@@ -124,11 +132,6 @@ def _apart(arguments: Sequence[str], name: str) -> list[str]:
         else:
             own_arguments.append(argument)
     return own_arguments
-
-
-def threads_each(workers: int) -> int:
-    """Return compute threads per worker, so that together they fill the cores."""
-    return max(1, len(os.sched_getaffinity(0)) // max(1, workers))
 
 
 def machine_room(templates: Sequence[WorkerTemplate]) -> int:
@@ -150,7 +153,10 @@ def threads_of(arguments: Sequence[str]) -> int:
 
 
 async def _start_here(member: Member, arguments: Sequence[str]) -> MemberProcess:
-    return await WorkerProcess.start(member.id, arguments, member.setup.secret)
+    forks = member.setup.forks
+    if forks is not None and not (on_cpu(arguments) and threads_of(arguments) == forks.threads):
+        forks = None
+    return await WorkerProcess.start(member.id, arguments, member.setup.secret, forks=forks)
 
 
 class ProcessSource:
