@@ -182,3 +182,23 @@ def test_queues_without_meaning_are_refused() -> None:
         with pytest.raises(ValueError, match=r"give|stable"):
             call()
     assert response_quantile(1, 1.5, 0.9) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("servers", "utilisation", "burst"), [(1, 0.6, 10), (4, 0.5, 30), (8, 0.7, 60)]
+)
+def test_waits_of_bursts_are_near_those_of_a_simulated_queue(
+    servers: int, utilisation: float, burst: int
+) -> None:
+    rng = np.random.default_rng(4)
+    times = np.cumsum(rng.exponential(burst / (servers * utilisation), 6000)).repeat(burst)
+    free = np.zeros(servers)
+    waits = []
+    for at in times:
+        first = int(free.argmin())
+        waits.append(max(free[first] - at, 0.0))
+        free[first] = max(free[first], at) + 1.0
+    seen = float(np.quantile(waits, 0.95))
+    wait = mgc_wait_quantile(servers, utilisation, 0.95, 0.0, float(burst))
+    assert wait == pytest.approx(seen, rel=0.2)
+    assert mgc_wait_quantile(servers, utilisation, 0.95, 0.0, 1.0) < 0.5 * seen

@@ -116,7 +116,8 @@ def mgc_wait_quantile(
     | d, m | the same quantile of M/D/c, from its tail, and of M/M/c |
 
     (1 - s) d + s m for s <= 1 (Tijms, "A First Course in Stochastic Models", 2003, 9.6), else (1 +
-    s) / 2 m (Kingman's heavy traffic); times (a + s) / (1 + s) (Allen and Cunneen).
+    s) / 2 m (Kingman's heavy traffic); times (a + s) / (1 + s) (Allen and Cunneen); at least
+    `burst_wait_quantile`, as a burst waits even where a Poisson arrival never does.
     """
     _check_quantile(quantile)
     if not (scv >= 0 and arrival_scv >= 0):
@@ -126,7 +127,20 @@ def mgc_wait_quantile(
         wait = 0.5 * (1.0 + scv) * markov
     else:
         wait = (1.0 - scv) * _fixed_quantile(servers, utilisation, quantile) + scv * markov
-    return wait * (arrival_scv + scv) / (1.0 + scv)
+    wait *= (arrival_scv + scv) / (1.0 + scv)
+    return max(wait, burst_wait_quantile(servers, utilisation, quantile, arrival_scv))
+
+
+def burst_wait_quantile(
+    servers: int, utilisation: float, quantile: float, dispersion: float
+) -> float:
+    """Return a quantile of the wait that bursts alone cause, their own included, in services.
+
+    P(W > t) = exp(-2 c (1 - utilisation) t / (d - 1)): a fluid server with Brownian arrivals of
+    dispersion d (Norros 1994), less the 1 of Poisson arrivals.
+    """
+    spare = 2.0 * servers * (1.0 - utilisation)
+    return -math.log1p(-quantile) * max(dispersion - 1.0, 0.0) / spare
 
 
 def _fixed_quantile(servers: int, utilisation: float, quantile: float) -> float:

@@ -54,6 +54,7 @@ class MeteredRequest(NamedTuple):
     itl_ns: float | None = None  # mean ITL; None for fewer than two tokens
     is_done: bool = False  # whether it ended successfully
     is_attained: bool = False  # whether it is also inside its objective
+    is_offered: bool = True  # False: withdrawn by its client in time, or invalid
     computed: ComputedPrompt | None = None  # None if unknown
 
     @property
@@ -78,7 +79,7 @@ class LoadMeter:
 
     def __init__(self, objectives: Objectives, model: str = "") -> None:
         self.objectives, self.model = objectives, model
-        self._last_arrival_ns: dict[str, int] = {}
+        self._last_bins: dict[str, tuple[int, int]] = {}  # last bin and its arrivals, by class
 
     def loads(self, window: MeteredWindow) -> tuple[LoadWindow, ...]:
         """Return the load window of each class."""
@@ -112,25 +113,41 @@ class LoadMeter:
             isl_scv=squared_variation(prompts),
             osl=_mean([one.output_tokens for one in done if one.output_tokens]),
             hit_rate=1.0 - uncached / prompt_tokens if prompt_tokens else None,
-            arrival_scv=self._arrival_scv(name, arrived),
+            arrival_scv=self._dispersion(name, arrived),
             ttft=_latencies(request.ttft_ns for request in first),
             itl=_latencies(request.itl_ns for request in done),
             request_s=_mean([(one.ended_ns - one.arrival_ns) / SECOND for one in ended]),
             completed=len(done),
             attained=attained,
+            ended=sum(one.is_offered for one in ended),
             output_tokens=float(window.generated.get(name, 0)),
             queued=len(queued),
             queued_tokens=float(sum(queued)),
             in_flight=window.in_flight.get(name, 0),
         )
 
-    def _arrival_scv(self, name: str, arrived: Sequence[MeteredRequest]) -> float | None:
-        times = [request.intended_ns for request in arrived]
-        if times and name in self._last_arrival_ns:
-            times.insert(0, self._last_arrival_ns[name])
-        if times:
-            self._last_arrival_ns[name] = times[-1]
-        return squared_variation(np.diff(np.array(times, dtype=np.float64)))
+    def _dispersion(self, name: str, arrived: Sequence[MeteredRequest]) -> float | None:
+        """Return the index of dispersion of counts in bins of a quarter of the TTFT objective.
+
+        sum (n' - n)^2 / sum (n' + n) over neighbouring bins: 1 for Poisson arrivals, the size of
+        bursts for arrivals in bursts. The last bin is continued by the next window.
+        """
+        if not arrived:
+            return None
+        slo = self.objectives.slo_of(name)
+        bin_s = 1.0 if slo is None or math.isinf(slo.ttft_s) else 0.25 * slo.ttft_s
+        bins = Counter(one.intended_ns // max(round(bin_s * SECOND), 1) for one in arrived)
+        last = self._last_bins.get(name)
+        if last is not None:
+            bins[last[0]] += last[1]
+        end = max(bins)
+        self._last_bins[name] = (end, bins[end])
+        squares = total = 0.0
+        for at in {*bins, *(bin + 1 for bin in bins)}:
+            if min(bins) < at < end:
+                squares += (bins[at] - bins[at - 1]) ** 2
+                total += bins[at] + bins[at - 1]
+        return squares / total if total else None
 
 
 @dataclass(slots=True)

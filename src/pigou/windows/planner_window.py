@@ -100,13 +100,14 @@ class LoadWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     isl_scv: float | None = None  # variance of prompt tokens over the squared mean
     osl: float | None = None  # mean output tokens of ended requests
     hit_rate: float | None = None  # cached share of prompt tokens, 0 to 1
-    # variance of interarrival times over the squared mean; 1: Poisson
+    # index of dispersion of arrivals in a quarter of the TTFT objective; 1: Poisson
     arrival_scv: float | None = None
     ttft: LatencySummary = msgspec.field(default_factory=LatencySummary)
     itl: LatencySummary = msgspec.field(default_factory=LatencySummary)
     request_s: float | None = None  # mean end-to-end seconds
     completed: int | None = None  # requests that ended successfully
-    attained: int | None = None  # ended requests (refused included) inside the objective
+    attained: int | None = None  # ended requests inside the objective
+    ended: int | None = None  # offered requests that ended; refused and given up ones are late
     output_tokens: float | None = None  # generated tokens
     queued: int | None = None  # requests queued at the gateway, at the end
     queued_tokens: float | None = None  # their prompt tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from pigou.objectives import Objectives, Slo, WorkloadClass
@@ -53,11 +54,29 @@ def test_classes_are_loads_of_their_own() -> None:
     assert {load.workload: load.arrivals for load in loads} == {"a": 2, "": 1}
 
 
-def test_gaps_between_arrivals_go_over_the_border_of_windows() -> None:
-    meter = LoadMeter(Objectives())
-    meter.loads(window([request("", 1)], []))
-    (load,) = meter.loads(window([request("", 2), request("", 3)], []))
-    assert load.arrival_scv == 0.0  # two gaps of a second each
+@pytest.mark.parametrize("border_s", [3.0, 5.0, 1000.0])
+@pytest.mark.parametrize("burst", [1, 8])
+def test_arrivals_in_bursts_are_dispersed_by_their_size(border_s: float, burst: int) -> None:
+    meter = LoadMeter(Objectives(Slo(ttft_s=4.0)))
+    rng = np.random.default_rng(7)
+    times = np.cumsum(rng.exponential(0.25, 8000))
+    values = []
+    for begin in np.arange(0.0, 2000.0, border_s):
+        own = times[(times >= begin) & (times < begin + border_s)]
+        arrived = [request("", 0)._replace(intended_ns=int(t * SECOND)) for t in own.repeat(burst)]
+        (load,) = meter.loads(window(arrived, []))
+        values.append(load.arrival_scv)
+    assert np.mean([x for x in values if x is not None]) == pytest.approx(burst, rel=0.15)
+
+
+def test_requests_that_their_client_withdrew_in_time_are_not_late() -> None:
+    ended = [
+        request("", 1, is_done=True, is_attained=True),
+        request("", 1),
+        request("", 1, is_offered=False),
+    ]
+    (load,) = LoadMeter(Objectives(Slo(ttft_s=1.0))).loads(window([], ended))
+    assert (load.ended, load.completed, load.attained) == (2, 1, 1)
 
 
 def test_a_percentile_is_the_smallest_value_with_its_share() -> None:

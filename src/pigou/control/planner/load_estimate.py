@@ -24,8 +24,10 @@ _FIRST_BINS, _FIRST_ARRIVALS = 3, 100
 _FIRST_OSL = 256.0
 #: Time constant of request lengths, in seconds.
 _MIX_S = 120.0
-#: Weight of the Poisson prior on interarrival times, in arrivals.
-_POISSON_ARRIVALS = 30.0
+#: Weight of the Poisson prior on the dispersion, in arrivals, and its cap.
+_POISSON_ARRIVALS, _MAX_DISPERSION = 30.0, 1000.0
+#: Two standard errors of the dispersion of windows' counts: sqrt(2 / 144 windows), twice.
+_NOISE = 0.25
 
 
 class LoadEstimate:
@@ -46,11 +48,16 @@ class LoadEstimate:
 
     @property
     def mix(self) -> RequestMix | None:
-        """The current mix (None before the first); few interarrival times are shrunk to Poisson."""
+        """The current mix (None before the first).
+
+        `arrival_scv` is the larger of two dispersions: of counts within windows, shrunk to Poisson
+        where they are few, and of counts of windows.
+        """
         if self._mix is None:
             return None
         known = self.arrived / (self.arrived + _POISSON_ARRIVALS)
-        return replace(self._mix, arrival_scv=1.0 + known * (self._mix.arrival_scv - 1.0))
+        short = 1.0 + known * (self._mix.arrival_scv - 1.0)
+        return replace(self._mix, arrival_scv=max(short, self.rate.dispersion - _NOISE))
 
     @property
     def is_known(self) -> bool:
@@ -88,7 +95,7 @@ class LoadEstimate:
             hits = 0.0 if self._mix is None else self._mix.hit_rate
         new = RequestMix(
             isl, max(osl, 1.0), min(hits, 0.99),
-            _bounded(load.isl_scv, 0.0, 10.0), _bounded(load.arrival_scv, 1.0, 10.0),
+            _bounded(load.isl_scv, 0.0, 10.0), _bounded(load.arrival_scv, 1.0, _MAX_DISPERSION),
         )  # fmt: skip
         self._mix = self._mean_mix(self._mix or new, new, float(load.arrivals or 0), ended)
 
