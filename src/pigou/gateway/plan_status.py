@@ -202,6 +202,13 @@ def plan_families(status: PlanStatus) -> Iterator[Metric]:
     planned = [((one.model,) * len(labels), one.planned_rps) for one in latest.forecasts]
     text = "Requests a second that the plan is made for."
     yield gauge_family("pigou_planner_planned_rps", text, planned, *labels)
+    prices = [
+        ((one.model,) * len(labels), one.late_price)
+        for one in latest.forecasts
+        if one.late_price is not None
+    ]
+    text = "Seconds of delay that a late request is charged."
+    yield gauge_family("pigou_planner_late_price", text, prices, *labels)
 
 
 def replicas_of(pools: Iterable[PoolWindow]) -> dict[str, dict[str, int]]:

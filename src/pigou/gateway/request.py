@@ -309,11 +309,13 @@ class MeteredRun:
         run = self._run
         return objectives.name_of(run.parsed.tenant, run.prompt_tokens, self._headers, model)
 
-    def end(self, now: int, objectives: Objectives, model: str, *, done: bool) -> MeteredRequest:
+    def end(
+        self, now: int, objectives: Objectives, model: str, *, done: bool, counts: bool
+    ) -> MeteredRequest:
         """Record the end; return its record for a window."""
         open_request = self.metered(objectives, model)
         self._ended = open_request._replace(
-            ended_ns=now, is_done=done,
+            ended_ns=now, is_done=done, is_offered=counts,
             is_attained=done and self._is_inside(objectives.slo_of(open_request.workload), now),
         )  # fmt: skip
         self.relays.clear()

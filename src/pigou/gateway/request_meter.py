@@ -82,7 +82,7 @@ class RequestMeter:
 
     def _end(self, run: GatewayRun, metered: MeteredRun, *, done: bool, counts: bool) -> None:
         now, tenant = time.monotonic_ns(), run.parsed.tenant
-        ended = metered.end(now, self.objectives, self.model(), done=done)
+        ended = metered.end(now, self.objectives, self.model(), done=done, counts=counts)
         self._open.pop(run.parsed.id, None)
         self._forget_work(now)
         work = ended.prompt_tokens + ended.output_tokens

@@ -666,18 +666,22 @@ def test_a_model_without_workers_wakes_up(measured: bool) -> None:
     assert own.pools["d"].ready >= 1
 
 
-def test_requests_that_are_late_widen_the_plan() -> None:
+def test_late_requests_widen_the_plan_and_the_rest_is_given_back_where_that_does_not_help() -> None:
     own = fleet(lambda t: 9.0, {"p": 3, "d": 3})
     price = planner()
     own.edit = lambda window: msgspec.structs.replace(
         window,
         loads=tuple(
-            msgspec.structs.replace(x, completed=x.arrivals, attained=int(0.7 * (x.arrivals or 0)))
+            msgspec.structs.replace(x, ended=x.arrivals, attained=int(0.7 * (x.arrivals or 0)))
             for x in window.loads
         ),
     )
     own.run(price, 1200)
-    assert own.decisions[-1].forecasts[0].planned_rps > 1.2 * 9.0
+    planned = [decision.forecasts[0].planned_rps for decision in own.decisions[5:]]
+    assert max(planned) > 1.15 * 9.0
+    assert planned[-1] < 1.1 * 9.0
+    assert own.decisions[-1].forecasts[0].late_price == 60.0
+    assert any("out of reach" in reason for reason in own.decisions[-1].reasons)
 
 
 def test_a_decision_says_what_was_predicted_and_what_each_move_is_worth() -> None:

@@ -72,6 +72,9 @@ class LoadForecast(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     osl: float
     hit_rate: float = 0.0  # cached share of prompt tokens
     remote_share: float = 1.0  # share of the uncached ones that routes want prefill workers for
+    # seconds of delay that a late request is charged; rises while fewer attain than shall
+    late_price: float | None = None
+    late_share: float | None = None  # late ones of the requests that ended, over a start-up
 
 
 class PoolPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

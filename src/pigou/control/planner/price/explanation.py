@@ -169,6 +169,8 @@ def _forecasts(window: PlannerWindow, models: Mapping[str, ModelState]) -> tuple
             osl=load.mix.osl,
             hit_rate=load.mix.hit_rate,
             remote_share=1.0 if (plan := models[name].plan) is None else plan.remote_share,
+            late_price=models[name].late.price,
+            late_share=models[name].late.late_share,
         )
         for name, load in loads.items()
     )

@@ -139,8 +139,10 @@ class ModelPlan:
         slos: Sequence[Slo],
         weight: float = 1.0,
         remote_share: float = 1.0,
+        late_s: float | None = None,
     ) -> None:
         self.remote_share = remote_share  # share of prompt tokens that prefill pools compute
+        self.late_s = params.late_s if late_s is None else late_s
         self.params, self.load_rps, self.mix, self.weight = params, load_rps, mix, weight
         self.pools, self.slos = tuple(pools), tuple(slos)
         self.curves: dict[str, CapacityCurve] = {}
@@ -191,7 +193,7 @@ class ModelPlan:
 
     def value(self, counts: Mapping[str, int]) -> float:
         """Return weighted seconds of delay saved a second."""
-        return saved(self.params, self.weight, self._effective_rps(counts))
+        return saved(self.late_s, self.weight, self._effective_rps(counts))
 
     def _effective_rps(self, counts: Mapping[str, int]) -> float:
         rps = min(self.rps(counts), self.load_rps)
@@ -261,7 +263,7 @@ class ModelPlan:
     def _point(self, counts: dict[str, int], is_scarce: bool) -> FrontierPoint:
         gpus = sum(counts[pool.name] * pool.gpus for pool in self.pools)
         rps = min(self.rps(counts), self.load_rps)
-        value = saved(self.params, self.weight, self._effective_rps(counts) if is_scarce else rps)
+        value = saved(self.late_s, self.weight, self._effective_rps(counts) if is_scarce else rps)
         moves = sum(pool.move_cost(counts[pool.name]) for pool in self.pools)
         return FrontierPoint(gpus, rps, value, moves / self.params.horizon_s, counts)
 

@@ -10,8 +10,6 @@ from pigou.control.planner.load_estimate import LoadEstimate
 from pigou.control.planner.predictors.predictor import LoadPredictor
 from pigou.control.planner.predictors.predictor import load as load_predictor
 from pigou.control.planner.price.terms import (
-    HEADROOM_S,
-    MAX_HEADROOM,
     RISE_ERRORS,
     PricePlannerParams,
 )
@@ -38,10 +36,10 @@ class LoadBand:
     |---|---|
     | r | estimated rate (or its trend after a start-up), plus backlog |
     | e | standard error of the estimate |
-    | u | r (1 + up) (1 + headroom): load of a plan made now |
-    | L | planned load |
+    | u | r (1 + up): load of a plan made now |
+    | L | planned load, to which the margin m of the late price is added |
 
-    L := u when r (1 + headroom) > L + 1.3 e. L := the largest u of the last `hold_s` when all are
+    L := u when r > L + 1.3 e. L := the largest u of the last `hold_s` when all are
     below L (1 - down), without a trend for a start-up and `hold_s`; after half of `hold_s` L loses
     half of the difference. So at constant load L changes finitely often. The first plan is for the
     fleet's capacity if inside the estimate's interval (`begin`).
@@ -51,7 +49,8 @@ class LoadBand:
         self, params: PricePlannerParams, times: ProvisioningTimes, seconds: float
     ) -> None:
         self.estimate = LoadEstimate(seconds, times.start_up_s)
-        self.headroom = 0.0  # share by which load is planned larger, for requests that were late
+        self.margin = 0.0  # share by which load is planned larger, for requests that were late
+        self._planned_margin = 0.0
         self._params, self._seconds = params, seconds
         self._hold_bins = max(math.ceil(params.hold_seconds(times.start_up_s) / seconds), 1)
         self._lag_bins = math.ceil(times.start_up_s / seconds)
@@ -70,7 +69,8 @@ class LoadBand:
         """The planned load."""
         mix = self._planned_mix or self.estimate.mix or RequestMix(1.0, 1.0)
         rate = self.estimate.rate.rate
-        return PlannedLoad(self._planned, mix, rate.mean, rate.low, rate.high)
+        rps = self._planned * (1.0 + self._planned_margin)
+        return PlannedLoad(rps, mix, rate.mean, rate.low, rate.high)
 
     def observe(
         self, arrivals: float | None, seconds: float, load: LoadWindow | None, backlog_rps: float
@@ -90,19 +90,12 @@ class LoadBand:
         if capacity_rps >= rate.low:
             self._planned = min(capacity_rps, rate.high * (1.0 + self._params.up))
 
-    def learn_attainment(self, missing: float, gain: float) -> None:
-        """Raise headroom by `gain` times the `missing` attainment; decay it if none is missing."""
-        if missing > 0:
-            self.headroom = min(self.headroom + gain * missing, MAX_HEADROOM)
-        else:
-            self.headroom *= 0.5 ** (self._seconds / HEADROOM_S)
-
     def _replan(self, backlog_rps: float) -> bool:
         needed = self._foreseen_rps() + backlog_rps
-        factor = (1.0 + self._params.up) * (1.0 + self.headroom)
+        factor = 1.0 + self._params.up
         self._uppers.append(needed * factor)
         error = self.estimate.rate.standard_error
-        if needed * (1.0 + self.headroom) > self._planned + RISE_ERRORS * error:
+        if needed > self._planned + RISE_ERRORS * error:
             return self._set(needed * factor)
         floor = self._planned * (1.0 - self._params.down)
         full = len(self._uppers) == self._hold_bins and self._trend_bins <= 0
@@ -118,7 +111,8 @@ class LoadBand:
             top = max(list(self._uppers)[-half:])
             if top < floor:
                 return self._set(0.5 * (top + self._planned))
-        return self._mix_moved() and self._set(self._planned)
+        is_off = abs(self.margin - self._planned_margin) > self._params.up
+        return (is_off or self._mix_moved()) and self._set(self._planned)
 
     def _foreseen_rps(self) -> float:
         rps = self.estimate.rps
@@ -130,7 +124,7 @@ class LoadBand:
         return max(rps, trend)
 
     def _set(self, rps: float) -> bool:
-        self._planned = rps
+        self._planned, self._planned_margin = rps, self.margin
         self._planned_bins = self._mix_off_bins = 0
         self._planned_mix = self.estimate.mix
         return True

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from pigou.control.planner.planner import PlannerSetup
 from pigou.control.planner.price.frontier import FrontierPoint, ModelPlan
+from pigou.control.planner.price.late_price import LatePrice
 from pigou.control.planner.price.load_band import LoadBand
 from pigou.control.planner.price.terms import (
     BACKLOG_OBJECTIVES,
@@ -33,6 +34,7 @@ class ModelState:
     ) -> None:
         self.name = name
         self.band = LoadBand(params, setup.times, seconds)
+        self.late = LatePrice(params.late_s, setup.times.start_up_s)
         self.plan: ModelPlan | None = None  # the last one; None before the first
         self.frontier: list[FrontierPoint] = []
         self.is_stale = False  # whether load, speeds or objectives left the plan's
@@ -45,14 +47,13 @@ class ModelState:
         self._remote_tokens = deque[float](maxlen=max(math.ceil(hold_s / seconds), 1))
         self._planned_tokens = math.inf
         self._classes: dict[str, float] = {}  # requests by class, a moving mean
-        self._attained = self._ended = 0.0
         self._idle_s = 0.0
-        self._steady_ns = 0
+        self._steady_ns = self._lacked_ns = self._explained_ns = 0
         self._is_backlogged = False
         self._backlog_rps = 0.0
 
-    def observe(self, window: PlannerWindow, is_settled: bool, lacks: bool = False) -> None:
-        """Take in a window; if `is_settled`, attainment is due to the plan."""
+    def observe(self, window: PlannerWindow, supply: int, lacks: bool = False) -> None:
+        """Take in a window; `supply` is the GPUs of workers that serve or are on their way."""
         pools = [pool for pool in window.pools if pool.model == self.name]
         load = self._merged(window)
         arrivals = self._arrivals(window, load, pools)
@@ -70,7 +71,7 @@ class ModelState:
                 measured = self._setup.performance.get(pool.name)
                 self.speeds[pool.name] = PoolSpeed(measured, pool.role, self._setup.times)
             self.speeds[pool.name].observe(window, pool, shown, estimate.mix, estimate.rps)
-        self._learn_attainment(load, window.seconds, is_settled and is_steady)
+        self._learn_attainment(load, window, supply)
         if self.plan is not None and self._speeds_moved(self.plan.mix):
             self.is_stale = True
         self._observe_routes(pools, load, window.seconds)
@@ -145,8 +146,10 @@ class ModelState:
             osl=_mean(loads, counts, "osl"),
             hit_rate=_mean(loads, counts, "hit_rate"),
             arrival_scv=_mean(loads, counts, "arrival_scv"),
+            request_s=_mean(loads, counts, "request_s"),
             completed=_sum(load.completed for load in loads),
             attained=_sum(load.attained for load in loads),
+            ended=_sum(load.ended for load in loads),
             queued=_sum(load.queued for load in loads),
         )
 
@@ -218,22 +221,28 @@ class ModelState:
         self._planned_tokens = max(self._remote_tokens, default=math.inf)
         return min(self._planned_tokens / max(mix.computed, 1.0), 1.0)
 
-    def _learn_attainment(self, load: LoadWindow | None, seconds: float, is_settled: bool) -> None:
-        if not is_settled:
-            self._attained = self._ended = 0.0
+    def _learn_attainment(
+        self, load: LoadWindow | None, window: PlannerWindow, supply: int
+    ) -> None:
+        plan = self.plan
+        if plan is None or load is None:
             return
-        ended = None if load is None else _number(load.completed)
-        inside = None if load is None else _number(load.attained)
+        ended, inside = _number(load.ended), _number(load.attained)
         if ended is None or inside is None:
             return
-        decay = math.exp(-seconds / self._lag_s)
-        self._attained = decay * self._attained + inside
-        self._ended = decay * self._ended + max(ended, inside)
-        if self._ended < 50.0:  # a share of fewer says little of a percentile
-            return
-        share = max(slo.share for slo in self.slos)
-        gain = min(0.25 * math.pi / self._lag_s, 0.01) * seconds
-        self.band.learn_attainment(share - self._attained / self._ended, gain)
+        ready = {pool.name: pool.ready for pool in window.pools if pool.model == self.name}
+        gpus = sum(ready[pool.name] * pool.gpus for pool in plan.pools if pool.name in ready)
+        if plan.rps(ready) < self.band.estimate.rps:
+            self._lacked_ns = self._explained_ns = window.now_ns
+        elif self._is_backlogged and window.now_ns - self._lacked_ns <= self._lag_s * SECOND:
+            self._explained_ns = window.now_ns  # the backlog is worked off
+        arrived_ns = window.now_ns - (_number(load.request_s) or 0.0) * SECOND
+        is_explained = arrived_ns - self._explained_ns <= MIN_LAG_S * SECOND
+        self.late.observe(
+            inside, max(ended, inside), window.seconds, max(slo.share for slo in self.slos),
+            gpus, supply, plan.is_relaxed or is_explained,
+        )  # fmt: skip
+        self.band.margin = self.late.margin
 
 
 def _queued_requests(pool: PoolWindow, mix: RequestMix) -> float:

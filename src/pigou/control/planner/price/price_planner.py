@@ -19,11 +19,11 @@ from pigou.control.planner.price.frontier import (
     is_scarce,
 )
 from pigou.control.planner.price.model_state import ModelState
-from pigou.control.planner.price.terms import MIN_LAG_S, PricePlannerParams, idle, lost
+from pigou.control.planner.price.terms import PricePlannerParams, idle, lost
 from pigou.control.planner.price.transition import MoveRates, PoolMembership, Transition
 from pigou.performance.capacity import KNOTS
-from pigou.request import SECOND, Role
-from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState, WorkerWindow
+from pigou.request import Role
+from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerWindow
 
 
 class PricePlanner:
@@ -50,7 +50,6 @@ class PricePlanner:
         self._window: PlannerWindow | None = None
         self._shadow_price = 0.0
         self._is_feasible = True
-        self._unsettled_ns: dict[str, int] = {}
         self._explanation = DecisionExplanation(setup.times, params)
 
     def observe(self, window: PlannerWindow) -> None:
@@ -63,7 +62,12 @@ class PricePlanner:
             if model not in self._models:
                 self._models[model] = ModelState(model, self.setup, self.params, window.seconds)
             state = self._models[model]
-            state.observe(window, self._is_settled(window, model), self._lacks(window, model))
+            supply = sum(
+                pool.gpus * self._members.supply(pool, window.now_ns)
+                for pool in window.pools
+                if pool.model == model
+            )
+            state.observe(window, supply, self._lacks(window, model))
         for pool in window.pools:
             self._adopt(pool, window.now_ns)
 
@@ -92,6 +96,11 @@ class PricePlanner:
             f"{state.name or 'model'}: one request alone breaks the objective; planned for less"
             for state in self._models.values()
             if state.plan is not None and state.plan.is_relaxed
+        ]
+        reasons += [
+            f"{state.name or 'model'}: {state.late.reason}"
+            for state in self._models.values()
+            if state.late.reason
         ]
         if not self._is_feasible:
             reasons.append("the budget is below the minimum of all pools")
@@ -137,7 +146,7 @@ class PricePlanner:
         state.planned_models = models
         plan = ModelPlan(
             self.params, load.rps, load.mix, options, state.slos, state.weight,
-            state.plan_routes(load.mix),
+            state.plan_routes(load.mix), state.late.price,
         )  # fmt: skip
         if old is None:
             state.band.begin(plan.rps({option.name: option.supply for option in options}))
@@ -296,14 +305,3 @@ class PricePlanner:
     def _lacks(self, window: PlannerWindow, model: str) -> bool:
         pools = [pool for pool in window.pools if pool.model == model]
         return any(self._wanted.get(pool.name, 0) > pool.ready for pool in pools)
-
-    def _is_settled(self, window: PlannerWindow, model: str) -> bool:
-        pools = [pool for pool in window.pools if pool.model == model]
-        states = {worker.state for pool in pools for worker in pool.workers}
-        if states - {WorkerState.READY} or any(
-            self._wanted.get(pool.name, pool.ready) > pool.ready for pool in pools
-        ):
-            self._unsettled_ns[model] = window.now_ns
-        settled_s = max(self.setup.times.start_up_s, MIN_LAG_S)
-        since = self._unsettled_ns.setdefault(model, window.now_ns)
-        return window.now_ns - since >= settled_s * SECOND

@@ -8,6 +8,7 @@
 | R_P, R_D, R_B | requests a second that prefill, decode and mixed pools serve inside the objective | `pigou.performance.capacity` |
 | g | goodput | `goodput` |
 | w | mean weight of the requests | their classes |
+| m, p_L | margin of capacity, seconds of delay that a late request is charged | `late_price` |
 | G | GPUs | the split |
 | p | price of a GPU: `gpu_price`, or the shadow price of the budget where that is higher | `frontier` |
 | u, d, f | seconds of a start-up, a drain and a flip | `ProvisioningTimes` |
@@ -32,10 +33,14 @@ if TYPE_CHECKING:
 #: Standard errors above the planned load that trigger a replan. By trial: 1.6 attained 0.895 of the
 #: requests, 1.3 attained 0.911 (docs/notes/planner-trials.md).
 RISE_ERRORS = 1.3
-#: Cap on headroom for late requests: beyond, the model is wrong, and more workers do not help.
-MAX_HEADROOM = 0.5
-#: Half-life of headroom once the objective is kept, in seconds: one daily peak is remembered.
-HEADROOM_S = 3600.0
+#: Cap on the margin for late requests: twice what the model asks for.
+MAX_MARGIN = 1.0
+#: Half-life of the margin once the objective is kept, in seconds: one daily peak is remembered.
+LATE_HALF_LIFE_S = 3600.0
+#: Decay of late requests in the margin: a queue's tail falls e-fold with a quarter more capacity.
+LATE_DECAY = 4.0
+#: Share of missing requests that a step of the margin must bring in, or the rest is out of reach.
+PROVEN = 0.2
 #: Backlog that adds to the load, in TTFT objectives. An exponential wait of which 5% exceed one
 #: exceeds three with probability 0.05^3.
 BACKLOG_OBJECTIVES = 3.0
@@ -65,7 +70,9 @@ class PricePlannerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """Parameters of `PricePlanner`. Values and prices are weighted seconds of delay a second."""
 
     gpu_price: float = 1.0
-    late_s: float = 60.0  # seconds of delay charged for a request outside its objective, above 0
+    # seconds of delay charged for a request outside its objective, above 0; more while fewer
+    # attain than shall (`late_price`)
+    late_s: float = 60.0
     horizon_s: float = 600.0  # expected life of a move, over which its price is spread
     up: float = 0.05  # planned share of load beyond the estimate; the plan holds within it
     down: float = 0.15  # share by which load must fall below the plan before it shrinks
@@ -108,9 +115,9 @@ def scarce_goodput(load_rps: float, served_rps: float, inside: float, goal: floa
     return (1.0 - ADMITTED) * late + ADMITTED * served_rps
 
 
-def saved(params: PricePlannerParams, weight: float, rps: float) -> float:
-    """Delay saved against serving nothing: w late_s g."""
-    return weight * params.late_s * rps
+def saved(late_s: float, weight: float, rps: float) -> float:
+    """Delay saved against serving nothing: w p_L g."""
+    return weight * late_s * rps
 
 
 def rent(price: float, gpus: int) -> float:
