@@ -188,12 +188,12 @@ async def test_a_flood_is_read_in_slices_between_which_others_run() -> None:
     transport = connection._transport
     assert isinstance(transport, Transport)
     assert transport.paused
-    assert sum(taken) < 20_000
+    assert sum(taken) < 80_000
     turns = 0
     while sum(taken) < 0x40000:
         turns += 1
         await asyncio.sleep(0)
-    assert turns > 8
+    assert turns >= 3
     assert not transport.paused
     reading.cancel()
 

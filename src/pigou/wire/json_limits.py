@@ -49,6 +49,7 @@ _REMEDY = {
 
 _SEVERAL = "work in one request: send several requests"
 #: How a list of texts begins.
+_QUOTE = ord('"')
 _TEXTS = re.compile(rb'\s*\[\s*"')
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -144,8 +145,8 @@ def _check_fields(fields: dict[str, msgspec.Raw], context: int) -> None:
         view, shown = memoryview(raw), name[:80]
         if name not in _LONG:
             _bound(shown, len(view), MAX_FIELD_BYTES, "bytes")
-        if len(view) < 2 * MAX_TOOLS:
-            continue  # short enough for all bounds but the model's context
+        if len(view) < 2 * MAX_TOOLS or view[0] == _QUOTE:
+            continue  # short enough for all bounds but the model's context, or one text
         shape = measure(view)
         if name in _IDS:
             _check_ids(name, view, shape, 0 if cut else context)

@@ -64,7 +64,7 @@ class Reader:
                 return self._keep(data)
             data = b"".join(self._parts) + data
             self._parts, self.size = [], 0
-        *events, rest = data.split(b"\n\n")
+        *events, rest = _split(data)
         if rest:
             self._keep(rest)
         payloads = []
@@ -85,6 +85,13 @@ class Reader:
         if self.size > MAX_EVENT:
             raise EventTooLong(f"an event has more than {MAX_EVENT} bytes")
         return []
+
+
+def _split(data: bytes) -> list[bytes]:
+    """Split at blank lines; a single event, which may be long, is only looked through once."""
+    if data.find(b"\n") == len(data) - 2 and data.endswith(b"\n\n"):
+        return [data[:-2], b""]
+    return data.split(b"\n\n")
 
 
 def _payload(event: bytes) -> bytes | None:

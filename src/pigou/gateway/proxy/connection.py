@@ -24,10 +24,10 @@ MAX_TRAILER_BYTES = 16 * 1024
 _HEX = re.compile(rb"[0-9a-fA-F]+")
 #: Hexadecimal digits of a chunk's size: up to 2^32 bytes.
 _MAX_SIZE_DIGITS = 8
-#: Bytes that take as long to parse as a line break: a chunk has a cost, however short it is.
-_BREAK_COST = 64
+#: Cost of a line feed: a chunk has a cost, however short it is. Bytes of long lines cost a quarter.
+_FEED_COST, _CHEAP_BYTES = 64, 4
 _HIGH_WATER = 256 * 1024
-#: Bytes of a stream that are read in one turn of the event loop, bytes that may come at once, and
+#: Cost of what is read of a stream in one turn of the event loop, bytes that may come at once, and
 #: bytes per second beyond: a server that floods its stream does not keep the others waiting.
 _SLICE, _BURST, _RATE = 16 * 1024, 2**20, 8 * 2**20
 #: Bytes that are read at once, however short their chunks are.
@@ -51,8 +51,8 @@ class ResponseHead:
 
 
 def parse_cost(data: bytes) -> int:
-    """Return the cost of parsing these bytes, in bytes without line breaks."""
-    return max(len(data), _BREAK_COST * data.count(b"\r\n"))
+    """Return the cost of parsing these bytes, in bytes of short lines."""
+    return max(len(data) // _CHEAP_BYTES, _FEED_COST * data.count(b"\n"))
 
 
 def parse_head(data: bytes) -> ResponseHead:
@@ -227,9 +227,7 @@ class HTTPConnection(asyncio.Protocol):
 
     def _is_flood(self, data: bytes) -> bool:
         """True if these bytes are too many for one turn of the event loop."""
-        if self._phase is not _CHUNKS or not self._is_stream:
-            return False
-        return len(data) > _SLICE or parse_cost(data) > _SLICE
+        return self._phase is _CHUNKS and self._is_stream and parse_cost(data) > _SLICE
 
     def _put_off(self, data: bytes) -> None:
         """Add to the backlog, and parse a slice unless one is scheduled."""
@@ -258,15 +256,15 @@ class HTTPConnection(asyncio.Protocol):
         return 0.0 if self._level <= _BURST else size / _RATE
 
     def _cut(self) -> tuple[bytes, int]:
-        """Take a slice off the backlog; return it and about its cost."""
-        data = bytes(self._backlog[:_SLICE])
+        """Take a slice off the backlog; return it, and about its cost or size."""
+        data = bytes(self._backlog[: _CHEAP_BYTES * _SLICE])
         cost, size = parse_cost(data), len(data)
         if cost > _SLICE:
             data = data[: max(_LITTLE, size * _SLICE // cost)]
         if (end := data.rfind(_EVENT_CHUNK_END) + len(_EVENT_CHUNK_END)) > _LITTLE:
             data = data[:end]
         del self._backlog[: len(data)]
-        return data, cost * len(data) // size
+        return data, max(cost * len(data) // size, len(data))
 
     def _drop_backlog(self) -> None:
         self._backlog.clear()

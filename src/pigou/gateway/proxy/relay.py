@@ -218,7 +218,8 @@ class Relay(StreamCount):
             return b""
         if b"\n" in payload:
             raise WorkerFailed("garbage", "the worker sent an event with a line break in its data")
-        if is_deep(payload) or payload.count(b"{") > _MAX_OBJECTS:
+        is_wide = len(payload) > _MAX_OBJECTS and payload.count(b"{") > _MAX_OBJECTS
+        if is_wide or is_deep(payload):
             raise WorkerFailed("garbage", "the worker sent a chunk nested too deeply or too wide")
         chunk, payload = reply_parsing.chunk(payload)
         if chunk.error:
