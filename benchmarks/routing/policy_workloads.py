@@ -77,9 +77,13 @@ class Scenario:
 
 
 def control_config(policy: str, params: Mapping[str, Any], seed: int) -> ControlConfig:
+    """Return a control plane without limits; `chunk` is tokens per step of workers that decode."""
+    own = dict(params)
+    point = {"max_batched_tokens": int(own.pop("chunk"))} if "chunk" in own else {}
+    points = {"light": point, "heavy": point} if point else {}
     return ControlConfig(
-        policy=policy, params=dict(params), max_inflight=UNLIMITED, max_queued=UNLIMITED,
-        max_inflight_tokens=UNLIMITED, queue_timeout=UNLIMITED, seed=seed,
+        policy=policy, params=own, operating_points=points, max_inflight=UNLIMITED,
+        max_queued=UNLIMITED, max_inflight_tokens=UNLIMITED, queue_timeout=UNLIMITED, seed=seed,
     )  # fmt: skip
 
 

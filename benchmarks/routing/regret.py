@@ -1,4 +1,4 @@
-"""Regret of every routing policy: its mean time, and TTFT P99, over the best policy's there.
+"""Regret of every routing policy: its mean time, TTFT P99 and TPOT P99 over the best one's there.
 
     python -m benchmarks.routing.regret run --side choosing --traces FOLDER --out FOLDER
         [--policies toll,llm-d] [--seeds 2] [--share 0/2]
@@ -8,9 +8,10 @@
 FOLDER of the traces has `mooncake/` and `azure/`, and, unpacked, `agent-sessions/` and
 `servegen-deepseek-r1/`. `run` appends each cell (workload, policy, seed) to `SIDE-SHARE.jsonl` as
 it is done, and runs none again. `--share i/n` runs every n-th cell, so that several processes can
-work at once. A policy may carry parameters (`toll:urgency=0`), and a term of `toll` may be left
-out (`toll-toll_queue`). The regret of a policy on a workload is the mean over seeds of its figure,
-over the least such mean of all policies that are named. It is 1 for the best.
+work at once. A policy may carry parameters (`toll:urgency=0`), among them `chunk`, the tokens per
+step of workers that decode, and a term of `toll` may be left out (`toll-toll_queue`). The regret of
+a policy on a workload is the mean over seeds of its figure, over the least such mean of all
+policies that are named. It is 1 for the best.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from pigou.control.routing.toll.terms import PARTS
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.engine.startup_profiling import warm_up
 
-FIGURES = ("e2e_mean_s", "ttft_p99_s")
+FIGURES = ("e2e_mean_s", "ttft_p99_s", "tpot_p99_s")
 Regrets = dict[str, dict[str, float]]
 
 
@@ -93,7 +94,8 @@ def run(workload: Workload, traces: Path, text: str, seed: int) -> Cell:
         "workload": workload.name, "policy": text, "seed": seed, "offered": document["offered"],
         "completed": document["completed"], "hits": document["prefix_hit_ratio"],
         "e2e_mean_s": document["e2e_s"]["mean"], "ttft_p99_s": document["ttft_s"]["p99"],
-        "ttft_mean_s": document["ttft_s"]["mean"], "rps": document["throughput_rps"],
+        "ttft_mean_s": document["ttft_s"]["mean"], "tpot_p99_s": document["tpot_s"]["p99"],
+        "rps": document["throughput_rps"],
         "took_s": time.perf_counter() - began,
     }  # fmt: skip
 

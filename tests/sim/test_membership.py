@@ -146,6 +146,18 @@ def test_an_operating_point_limits_workers_that_run_join_and_return_until_the_re
     assert max(running[4.8]) > 4
 
 
+def test_an_operating_point_leaves_prefill_workers_their_limits() -> None:
+    points = {name: {"max_batched_tokens": 32} for name in ("light", "heavy")}
+    made = simulation(open_loop(20.0, 40), fleet(SPLIT), control={"operating_points": points})
+    ended_well(made)
+    steps = {
+        worker.info.role: worker.sim.core._state.config.max_batched_tokens
+        for worker in made.fleet.workers
+        if worker.sim is not None
+    }
+    assert steps == {Role.PREFILL: 128, Role.DECODE: 32}
+
+
 def test_steps_that_are_planned_at_once_heed_a_limit_as_single_steps_do() -> None:
     results = []
     for stepwise in (False, True):

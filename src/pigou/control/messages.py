@@ -210,7 +210,7 @@ class Assess(Message, frozen=True):
 
 
 class SetEngineLimits(Message, frozen=True):
-    """Set limits of all workers' engines."""
+    """Set limits of the engines of all workers that decode."""
 
     limits: EngineLimits
 

@@ -23,8 +23,8 @@ _MAX_BYTES, _TIMEOUT_S, _RETRY_S = 4096, 5.0, 2.0
 class EngineLimiter:
     """Sets limits at workers, and again at those that join or restart; the plane learns them.
 
-    A planner's limits of a worker go before those of the fleet. Engines that are not Pigou's keep
-    their tokens per step, and the plane sends them fewer streams.
+    The fleet's limits are those of workers that decode; a planner's go before them. Engines that
+    are not Pigou's keep their tokens per step, and the plane sends them fewer streams.
     """
 
     def __init__(self, background: Background, resize: Callable[[Upstream, int], None]) -> None:
@@ -53,7 +53,7 @@ class EngineLimiter:
             task.cancel()
 
     def set_fleet(self, limits: EngineLimits) -> None:
-        """Set the limits of all workers, later ones too."""
+        """Set the limits of all workers that decode, later ones too."""
         self._fleet = limits
         for id in self._upstreams:
             self._set(id)
@@ -74,7 +74,9 @@ class EngineLimiter:
         return {**limits, "refused": self.refused.get(id)}
 
     def _wanted(self, id: str) -> EngineLimits:
-        return self._planned.get(id, EngineLimits()).over(self._fleet)
+        decodes = self._upstreams[id][0].worker.role.decodes
+        fleet = self._fleet if decodes else EngineLimits()
+        return self._planned.get(id, EngineLimits()).over(fleet)
 
     def _set(self, id: str) -> None:
         task, known = self._tasks.get(id), id in self.in_force or id in self.refused

@@ -285,8 +285,9 @@ class SimulatedFleet:
         self.limit(worker, now)
 
     def limit(self, worker: FleetWorker, now: int) -> None:
-        """Apply its pool's limits to a worker, or its own."""
-        limits = self.limits.get(worker.pool, self._limits)
+        """Apply its pool's limits to a worker, the fleet's if it decodes, or its own."""
+        fleet = self._limits if worker.info.role.decodes else EngineLimits()
+        limits = self.limits.get(worker.pool, fleet)
         if worker.sim is None or not self.limited:
             return
         engine, core = worker.spec.engine, worker.sim.core
