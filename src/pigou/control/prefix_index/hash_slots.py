@@ -56,11 +56,11 @@ def new_slots(rows: int, per_row: int) -> Slots:
     return np.zeros(1 << (_slots_for(rows, per_row) - 1).bit_length(), dtype=np.uint32)
 
 
-def grow_slots(slots: Slots, names: Words, rows: int, per_row: int) -> Slots:
-    """Return slots with room for `rows` rows: these, or a larger copy."""
+def grow_slots(slots: Slots, names: Words, rows: int, per_row: int, limit: int) -> Slots:
+    """Return slots with room for `rows` rows: these, or a copy for twice as many, up to `limit`."""
     if _slots_for(rows, per_row) <= len(slots):
         return slots
-    more = new_slots(rows, per_row)
+    more = new_slots(max(rows, min(2 * rows, limit)), per_row)
     _rehash(names, more)
     return more
 

@@ -148,7 +148,7 @@ class HolderTable:
         rows = np.zeros((size + 1, self._columns(words)), dtype=np.uint64)
         _widen(old, rows)
         self.words = words
-        slots = grow_slots(slots, rows[:, KEY], size, TABLE_SLOTS)
+        slots = grow_slots(slots, rows[:, KEY], size, TABLE_SLOTS, size)
         self.arrays = rows, slots, duplicates, totals
 
     def _new_scratch(self) -> None:

@@ -107,8 +107,8 @@ class WorkerEntries:
         """Reserve room for new entries, up to the limit."""
         links, names, values, slots, counts = self.arrays
         needed, size = min(len(self) + new, self.limit), len(names) - 1
+        room = max(needed, min(self.expected, self.limit))
         if needed > size:
-            room = max(needed, min(self.expected, self.limit))
             while size < room:
                 size = min(2 * size, self.limit)
             more_links, more_names, more_values = _zeros(size)
@@ -117,7 +117,7 @@ class WorkerEntries:
             more_values[: len(values)] = values
             links, names, values = more_links, more_names, more_values
         # All slots are touched: no more of them than are of use.
-        slots = grow_slots(slots, names, needed, ENTRY_SLOTS)
+        slots = grow_slots(slots, names, needed, ENTRY_SLOTS, room)
         self.arrays = links, names, values, slots, counts
 
     def clear(self) -> BlockChanges:
