@@ -219,7 +219,7 @@ class Scheduler:
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
-        self._batch = EntryBuffer(state.work)
+        self._batch = EntryBuffer(state.work[:, : state.rows.count])
         #: Whether decodes of the highest priority prompt's own number were paused in the last step.
         self._paused = False
 
