@@ -6,6 +6,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Mapping
+from functools import lru_cache
 from hashlib import sha256
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
@@ -42,6 +43,7 @@ def reachable(endpoint: str, host: str) -> str:
     return _WILDCARD.sub(f"tcp://{url_host(host)}", endpoint)
 
 
+@lru_cache(256)
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches an address."""
     if host == "localhost":

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
+from functools import lru_cache
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -210,6 +211,7 @@ def _is_local(name: str) -> bool:
     return is_loopback(name) or name.endswith(".localhost") or not ("." in name or ":" in name)
 
 
+@lru_cache(256)
 def host_name(host: str) -> str:
     """Return the name or address in a `Host` header, without port and brackets."""
     host = host.strip().lower()

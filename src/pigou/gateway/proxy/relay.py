@@ -94,7 +94,7 @@ class Relay(StreamCount):
             return b""
         event = None if self._ready is None else self._ready.token(data)
         if event is None:
-            out = self._parse(data) if self._fast_path is None else self._parse_run(data)
+            out = self._parse_run(data)
             self._ready = None if self._reader.pending else self._fast_path
             return out
         state = self.state
@@ -110,19 +110,27 @@ class Relay(StreamCount):
         return data if self.run.parsed.wants_ids else bare
 
     def _parse_run(self, data: bytes) -> bytes:
-        """Parse as `_parse`; match the whole events where all of them are one token each."""
-        stop = data.rfind(_EVENT_END) + len(_EVENT_END)
-        start = data.find(_EVENT_END, 0, stop) + len(_EVENT_END) if self._reader.pending else 0
-        fast_path = self._fast_path
-        if fast_path is None or not 0 <= start < stop:
+        """Parse as `_parse`; match whole events where all but the outer ones are one token each."""
+        start, last = 0, data.rfind(_EVENT_END) + len(_EVENT_END)
+        # The first two events of a stream make the template; a broken one is completed.
+        for _ in range(1 if self._reader.pending else 2 * (self._fast_path is None)):
+            end = data.find(_EVENT_END, start, last)
+            start = last if end < 0 else end + len(_EVENT_END)
+        if start >= last:
             return self._parse(data)
-        out: list[bytes] = []
-        for part in (data[:start], data[start:stop], data[stop:]):
-            tokens = None if self._reader.pending else fast_path.tokens(part)
-            if part:
-                out.append(self._parse(part) if tokens is None else self._take_run(part, tokens))
-            if self.failed is not None or self.state.done:
+        out = [self._parse(data[:start])] if start else []
+        # The last two may be the finish reason and the end.
+        ends = data.rfind(_EVENT_END, start, data.rfind(_EVENT_END, start, last - 2)) + 2
+        for stop in (last, ends):
+            if self._reader.pending or self._fast_path is None or self.failed or self.state.done:
                 break
+            tokens = self._fast_path.tokens(data[start:stop])
+            if tokens is not None:
+                out.append(self._take_run(data[start:stop], tokens))
+                start = stop
+                break
+        if start < len(data) and not (self.failed or self.state.done):
+            out.append(self._parse(data[start:]))
         return b"".join(out)
 
     def _take_run(self, data: bytes, tokens: TokenEvents) -> bytes:
