@@ -250,10 +250,10 @@ def accuracy(_out: Path) -> list[Figure]:
 
 
 CHECKS = (
-    Check("table4", "replication.md", "| C | TTFT P99 s | paper | index", table4),
+    Check("table4", NOTES, "| C | TTFT P99 s | paper | index", table4),
     Check("fair", NOTES, "| C | fair: TTFT P99 s", fair),
     Check("peer-reads", NOTES, "| policy | TTFT mean without", peer_reads),
-    Check("games", "control-plane.md", "| overlaps | greedy", games),
+    Check("games", NOTES, "| overlaps | greedy", games),
     Check("pools", NOTES, "| loop | blocks | rho mean", pools),
     Check("tiers", NOTES, "| policy | 0.5% | 2% | 5% | 15%", tiers, MOONCAKE),
     Check("policies", NOTES, "| workload | toll: attained | rps", policies),
