@@ -211,6 +211,9 @@ def _show(document: dict[str, Any]) -> None:
         name: _figure(value) + _interval(intervals.get(name))
         for name, value in document["poa"].items() if name != "interval"
     }  # fmt: skip
+    if len(tiers := document["tier_hits"]) > 1:
+        shares = ", ".join(f"{level} {hits['share']:.1%}" for level, hits in tiers.items())
+        console.print(f"prefix hits by tier: {shares}")
     if "slo" in document:
         console.print("inside the objective: {attained:.1%} of offered".format_map(document["slo"]))
     if "planner" in document:

@@ -10,7 +10,7 @@ from pigou.config import ConfigError
 from pigou.report.figure import LINES, STROKES, Axis, Chart, ChartLine, Stroke, Unit, duration
 from pigou.report.page import Cell, Form, Page, ReportTable, Section, of_runs
 from pigou.report.run_figures import FIGURES, LATENCIES, REGIMES, TIME
-from pigou.report.run_page import COUNTS, flat, notices, said
+from pigou.report.run_page import COUNTS, flat, notices, said, tier_name, tier_shares
 from pigou.report.run_record import Attainment, Distribution, RunRecord
 
 #: Runs that can be told apart by colour and stroke.
@@ -113,6 +113,9 @@ def counts(runs: Sequence[RunRecord], labels: Sequence[str]) -> ReportTable:
                               ratios=key not in _NO_RATIO))
         for key, (name, form) in COUNTS.items() if key not in _NO_RATIO
     ]  # fmt: skip
+    shares = [tier_shares(run.figures) for run in runs]
+    for level in dict.fromkeys(level for own in shares for level in own):
+        rows.append((Cell(tier_name(level)), *_paired([own.get(level) for own in shares], "share")))
     anarchies = [run.figures.get("poa") or {} for run in runs]
     whole = [poa.get("whole") if poa.get("interval") else None for poa in anarchies]
     rows.append((Cell("Price of Anarchy"), *_paired(whole, "")))

@@ -120,12 +120,25 @@ def _tiles(figures: Mapping[str, Any]) -> tuple[Tile, ...]:
 
 def counts(figures: Mapping[str, Any]) -> ReportTable:
     """Return a run's counts and rates."""
-    rows = tuple(
+    rows = [
         (Cell(name), Cell(figures[key], form))
         for key, (name, form) in COUNTS.items()
         if key in figures
-    )
-    return ReportTable("counts", "Counts and rates", ("", "figure"), rows)
+    ]
+    rows += [(Cell(tier_name(level)), Cell(share, "share"))
+             for level, share in tier_shares(figures).items()]  # fmt: skip
+    return ReportTable("counts", "Counts and rates", ("", "figure"), tuple(rows))
+
+
+def tier_shares(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return the share of prefix hits of each level of memory; empty without tiers."""
+    hits = figures.get("tier_hits") or {}
+    return {level: own["share"] for level, own in hits.items()} if len(hits) > 1 else {}
+
+
+def tier_name(level: str) -> str:
+    """Return the name of a level's share of prefix hits in tables."""
+    return f"Prefix hits in {level}"
 
 
 def _outcomes(run: RunRecord) -> ReportTable:

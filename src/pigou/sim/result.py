@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -77,6 +77,8 @@ class SimulationResult:
     planner: dict[str, Any] | None = None  # planner log; None without a planner
     gateways: dict[str, Any] | None = None  # gateway figures; None for one gateway
     bill: FleetBill | None = None  # fleet costs; None without prices
+    # prefix hits by level of memory, G1 to G4: tokens, their share, bytes.
+    tier_hits: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def done(self) -> list[RequestRun]:
@@ -141,6 +143,7 @@ class SimulationResult:
             "caching": self.caching,
             "transfers": {"count": self.transfers[0], "bytes": self.transfers[1]},
             "peer_reads": dict(zip(("count", "tokens", "failed"), self.reads, strict=True)),
+            "tier_hits": self.tier_hits,
             "workers": list(self.workers),
             **self._objective(),
             **({} if self.gateways is None else {"gateways": self.gateways}),

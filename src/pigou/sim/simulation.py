@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -158,6 +159,7 @@ class Simulation:
             placements=fleet.placements,
             caching=fleet.plane.cache_monitor.summary(fleet.plane.index),
             workers=_figures(fleet.workers, clock.now - EPOCH),
+            tier_hits=_tier_hits(fleet.workers),
             shed=fleet.dispatcher.shed,
             transfers=(fleet.network.transfers, fleet.network.bytes),
             reads=(fetches.count, fetches.tokens, fetches.failed),
@@ -274,6 +276,31 @@ def _tiers(worker: FleetWorker) -> dict[str, Any]:
             "evicted_blocks": counts.evicted,
         }
     return {"tiers": figures}
+
+
+#: Level of a tier by its name; others have their name.
+_LEVELS = {"host": "G2", "disk": "G3", "bucket": "G4"}
+
+
+def _tier_hits(workers: Sequence[FleetWorker]) -> dict[str, dict[str, float]]:
+    """Return prompt tokens found on devices (G1) and in tiers, their share and their bytes."""
+    tokens, size = Counter({"G1": 0}), Counter({"G1": 0})
+
+    def found(level: str, count: int, worker: FleetWorker) -> None:
+        tokens[level] += count
+        size[level] += count * worker.spec.kv_bytes
+
+    for worker in workers:
+        found("G1", worker.totals[3], worker)
+        tiers = worker.sim.core.tiers if worker.sim is not None else None
+        for config, counts in zip(worker.spec.tiers, tiers.counts if tiers else (), strict=False):
+            level = _LEVELS.get(config.name, config.name)
+            found(level, counts.restored * worker.spec.engine.block_size, worker)
+    total = max(1, tokens.total())
+    return {
+        level: {"tokens": count, "share": count / total, "bytes": size[level]}
+        for level, count in tokens.items()
+    }
 
 
 def warm_up(fleet: FleetConfig, setup: Setup, control: ControlConfig) -> None:

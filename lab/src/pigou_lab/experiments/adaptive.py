@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,8 +15,17 @@ from pigou_lab.experiments.fleets import LENGTHS, PaperFleet, Reading, make_simu
 from pigou_lab.experiments.paper import EXPERIMENT3, OUTLIER, RAMP_S, SPIKE, SWITCH_S, THRESHOLDS
 from pigou_lab.experiments.regimes import steer, watch
 from pigou_lab.experiments.results import Row, make_row, run_simulation
-from pigou_lab.experiments.window import Marks, WindowFigures, measure
+from pigou_lab.experiments.window import (
+    Marks,
+    SwitchParts,
+    WindowFigures,
+    columns,
+    measure,
+    split,
+)
 
+#: The phase in which the controller switches.
+SPIKED = "saturated"
 #: Seconds of a chunk: the paper's detector polls every five.
 CHUNK = 5.0
 
@@ -42,6 +50,7 @@ ARMS = (
 class _Runs:
     phases: dict[str, list[WindowFigures]] = field(default_factory=dict)
     switched: list[float] = field(default_factory=list)
+    parts: list[SwitchParts] = field(default_factory=list)  # of the spike, a seed each
 
 
 def adaptive(
@@ -62,7 +71,8 @@ def adaptive(
             figures_of_seeds = runs.phases[phase]
             yield make_row(
                 "adaptive", users, figures_of_seeds, seeds, paper,
-                strategy=arm.name, phase=phase, switch_s=_mean(runs.switched),
+                {"switch_s": runs.switched, **(columns(runs.parts) if phase == SPIKED else {})},
+                strategy=arm.name, phase=phase,
                 paper_switch_s=SWITCH_S[fleet.name] if arm.name == "adaptive" else None,
                 outliers=outlier_effect([asdict(figures) for figures in figures_of_seeds]),
             )  # fmt: skip
@@ -90,22 +100,27 @@ def _iterate(runs: _Runs, arm: Arm, fleet: PaperFleet, reading: Reading, seed: i
         if figures is None:
             raise ValueError(f"phase {phase} of {users} users: nothing completed in it")
         runs.phases.setdefault(phase, []).append(figures)
+    spike = phase_ends[1], phase_ends[2]
+    runs.parts.append(split(
+        calls, poller.switch(Regime.TRANSITION, *spike), spike, marks.taken[1:3], fleet.decoders,
+    ))  # fmt: skip
     if arm.switches:
         runs.switched.append(poller.first(Regime.TRANSITION, phase_ends[1]) - phase_ends[1])
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    known = [value for value in values if not math.isnan(value)]
-    return statistics.fmean(known) if known else None
-
-
 def static_ratios(rows: Sequence[Row]) -> Mapping[str, Any]:
-    """Return static over each arm in the saturated phase: TTFT P99, index, rate, in flight."""
-    at = {row["strategy"]: row for row in rows if row["phase"] == "saturated"}
+    """Return static over each arm in the saturated phase: TTFT P99, index, rate, in flight.
+
+    `after_` is from the switch on; in arms without one, from where it would have been.
+    """
+    at = {row["strategy"]: row for row in rows if row["phase"] == SPIKED}
     static = at["static"]
+    keys = ("ttft_p99_s", "poa_legacy", "rps", "inflight")
     return {
         f"static_over_{name}": {
-            key: static[key] / row[key] for key in ("ttft_p99_s", "poa_legacy", "rps", "inflight")
+            key: static[key] / row[key]
+            for key in (*keys, *(f"after_{key}" for key in keys))
+            if row.get(key) and static.get(key)
         }
         for name, row in at.items()
         if name != "static"

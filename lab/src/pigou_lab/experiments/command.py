@@ -33,7 +33,7 @@ def experiment(
         typer.Argument(
             help="table4, regimes, adaptive, pareto-below, pareto-at, knee, saturated, "
             "overlap-weights, counterfactual, mechanisms, toll, planner, oscillation, "
-            "three-games, gateways, costs, or all."
+            "three-games, gateways, costs, tiers, or all."
         ),
     ],
     out: Annotated[str, typer.Option(help="Folder to write results.json to.")],
@@ -171,17 +171,17 @@ def _show(one: Experiment, document: Mapping[str, Any]) -> None:
         console = Console(highlight=False, width=160)
     reads = document["reading"] if one.reads else "each its own"
     console.print(f"{one.about}: fleet {document['fleet']}, reading {reads}, "
-                  f"{len(document['seeds'])} runs a row")  # fmt: skip
+                  f"{len(document['seeds'])} runs a row; ± 95% (Student's t)")  # fmt: skip
     headings = ["C", *one.columns]
     for key in COMPARED:
         headings += [_UNITS[key], "paper", "error"]
     rows = []
     for row in document["rows"]:
-        cells = [str(row["concurrency"]), *(_text(row.get(column)) for column in one.columns)]
+        cells = [str(row["concurrency"]), *(_measured(row, column) for column in one.columns)]
         for key in COMPARED:
             paper = row.get("paper", {}).get(key)
             error = row.get("relative_error", {}).get(key)
-            cells += [_text(row[key]), _text(paper), "-" if error is None else f"{error:+.1%}"]
+            cells += [_measured(row, key), _text(paper), "-" if error is None else f"{error:+.1%}"]
         rows.append(cells)
     filled = [index for index in range(len(headings)) if any(row[index] != "-" for row in rows)]
     table = Table()
@@ -194,6 +194,13 @@ def _show(one: Experiment, document: Mapping[str, Any]) -> None:
     for key, value in document["summary"].items():
         console.print(f"{key}: {_text(value)}")
     console.print()
+
+
+def _measured(row: Mapping[str, Any], key: str) -> str:
+    """Return a figure, and the half width of its 95% interval over the seeds where known."""
+    interval = row.get("ci95", {}).get(key)
+    text = _text(row.get(key))
+    return text if interval is None else f"{text} ± {_text((interval[1] - interval[0]) / 2)}"
 
 
 def _draw(folder: Path, document: Mapping[str, Any]) -> None:

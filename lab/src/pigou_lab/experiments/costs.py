@@ -10,7 +10,6 @@ requests inside the objective, by bisection. Claims:
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from pigou.sim.setup import Setup
 from pigou.sim.simulation import Simulation, unlimited
 from pigou.sim.workload import RequestLengths, renewal
 from pigou_lab.experiments.fleets import PaperFleet, Reading
-from pigou_lab.experiments.results import COMPARED, Row, run_simulation
+from pigou_lab.experiments.results import COMPARED, Row, over_seeds, run_simulation
 
 #: Share of the requests that shall be inside, the bracket that ends a search, and its simulations.
 SHARE, BRACKET, TRIALS = 0.95, 1.05, 11
@@ -184,19 +183,20 @@ def _row(
     ]
     row: Row = {
         "experiment": "costs", "concurrency": claim, "contender": contender, "itl_slo_s": itl_s,
-        "goodput_rps": statistics.fmean(item.rate_rps for item in made),
-        "usd_per_million": statistics.fmean(item.usd_per_million for item in made),
-        "in_use": statistics.fmean(item.bill.utilisation for item in made),
-        "goodput_ratio": statistics.fmean(known) if known else None,
         "goodput_ratio_range": [min(known), max(known)] if known else None,
-        "price_ratio": statistics.fmean(prices) if prices else None,
-        "joules_per_token": statistics.fmean(
-            item.bill.joules / max(item.bill.total.output_tokens, 1) for item in made
-        ),
         "runs": [
             {"rate_rps": item.rate_rps, "usd_per_million": item.usd_per_million} for item in made
         ],
     }  # fmt: skip
+    row |= over_seeds({
+        "goodput_rps": [item.rate_rps for item in made],
+        "usd_per_million": [item.usd_per_million for item in made],
+        "in_use": [item.bill.utilisation for item in made],
+        "goodput_ratio": known,
+        "price_ratio": prices,
+        "joules_per_token": [item.bill.joules / max(item.bill.total.output_tokens, 1)
+                             for item in made],
+    })  # fmt: skip
     return row | dict.fromkeys(COMPARED)
 
 

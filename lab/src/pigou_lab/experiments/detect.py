@@ -14,10 +14,11 @@ from pigou.request import SECOND
 from pigou.sim.request_run import RequestRun
 from pigou.sim.result import SimulationResult
 from pigou.sim.simulation import Simulation
+from pigou.sim.streams import ITLHistogram
 from pigou.sim.virtual_clock import EPOCH, Phase
 from pigou_lab.detectors import PaperConfig, PaperDetector
 from pigou_lab.experiments.paper import Thresholds
-from pigou_lab.experiments.window import clock_ns
+from pigou_lab.experiments.window import Switch, clock_ns, copy_of
 
 POLL = 5.0
 _PARTS = ("whole", "queueing", "routing", "prefill_decode")
@@ -103,6 +104,7 @@ class Poller:
     act: Callable[[Simulation, Regime], None]
     # (seconds, regime) of each change.
     switches: list[tuple[float, Regime]] = field(default_factory=list)
+    gaps: list[ITLHistogram] = field(default_factory=list)  # gaps between tokens until each change
     _polled: int = 0
 
     def follow(self, simulation: Simulation) -> None:
@@ -127,17 +129,23 @@ class Poller:
             detector.tick(now, len(pending))
             if detector.regime is not before:
                 self.switches.append(((now - EPOCH) / SECOND, detector.regime))
+                self.gaps.append(copy_of(simulation.fleet.itl))
                 self.act(simulation, detector.regime)
             simulation.clock.at(now + round(POLL * SECOND), Phase.TICK, -92, poll)
 
         simulation.clock.at(EPOCH + round(POLL * SECOND), Phase.TICK, -92, poll)
 
+    def switch(self, regime: Regime, after: float = 0.0, until: float = math.inf) -> Switch | None:
+        """Return the first switch to a regime, or a higher one, in [after, until); None if none."""
+        for (seconds, switched), gaps in zip(self.switches, self.gaps, strict=True):
+            if switched.level >= regime.level and after <= seconds < until:
+                return Switch(seconds, gaps)
+        return None
+
     def first(self, regime: Regime, after: float = 0.0) -> float:
         """Return the seconds of the first switch to a regime, or a higher one; NaN if never."""
-        for seconds, switched in self.switches:
-            if switched.level >= regime.level and seconds >= after:
-                return seconds
-        return math.nan
+        switch = self.switch(regime, after)
+        return math.nan if switch is None else switch.seconds
 
 
 def as_json(switches: Sequence[tuple[float, Regime]]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from pigou.sim.client import ClientConfig
 from pigou.sim.result import SimulationResult
 from pigou.sim.simulation import Simulation
+from pigou.sim.streams import ITLHistogram
 from pigou.sim.timing import Law
 from pigou.sim.workload import ClosedLoop
 from pigou_lab.experiments.fleets import (
@@ -55,6 +56,7 @@ class LevelRun:
 
     measured: WindowFigures
     result: SimulationResult
+    gaps: Sequence[ITLHistogram]  # gaps between tokens until the window's begin and end
 
 
 def run(
@@ -78,4 +80,4 @@ def run(
     figures = measure(result.runs, begin, level.end, marks.between(0, 1), workers)
     if figures is None:
         raise ValueError(f"C = {level.users}: nothing completed in {level.end:g} s; hold longer")
-    return LevelRun(figures, result)
+    return LevelRun(figures, result, marks.taken)

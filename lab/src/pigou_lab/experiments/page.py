@@ -185,8 +185,10 @@ def _table(
     """Return rows in figures, with the paper's, and the relative error, where it has some."""
     printed = [name for name in names if any(_number(row["paper"].get(name)) for row in rows)]
     columns = [against.replace("_", " ")]
+    spread = [name for name in names if any(name in row.get("ci95", {}) for row in rows)]
     for name in names:
-        columns += [name, "paper", "error"] if name in printed else [name]
+        columns += [name, *(["± 95%"] if name in spread else [])]
+        columns += ["paper", "error"] if name in printed else []
     cells = []
     for row in rows:
         line = [Cell(row[against])]
@@ -194,6 +196,9 @@ def _table(
             form: Form = "seconds" if name.endswith("_s") else ""
             own = row[name] if _number(row.get(name)) else None
             line.append(Cell(own, form))
+            if name in spread:
+                low, high = row.get("ci95", {}).get(name, (None, None))
+                line.append(Cell(None if low is None else (high - low) / 2, form))
             if name in printed:
                 value = row["paper"].get(name)
                 paper_value = value if _number(value) else None

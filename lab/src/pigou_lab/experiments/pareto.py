@@ -106,8 +106,7 @@ def weights(
             shares.append(max(counts) * fleet.decoders)
         yield make_row(
             "overlap-weights", users, [level_run.measured for level_run in runs], seeds,
-            overlap_weight=omega, templates=templates,
-            busiest=statistics.fmean(shares),
+            per_seed={"busiest": shares}, overlap_weight=omega, templates=templates,
         )  # fmt: skip
 
 

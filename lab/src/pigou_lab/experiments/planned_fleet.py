@@ -39,7 +39,7 @@ from pigou.sim.setup import Setup
 from pigou.sim.simulation import Simulation, unlimited
 from pigou.sim.workload import RequestLengths, renewal
 from pigou_lab.experiments.fleets import PaperFleet
-from pigou_lab.experiments.results import Row, run_simulation
+from pigou_lab.experiments.results import Row, over_seeds, run_simulation
 
 PROMPT, ANSWER, BLOCKS = 2560, 512, 2000
 #: Prompts of the paper in one of ours; service times, and factor of ITL, that are allowed.
@@ -157,11 +157,12 @@ def supply(replicas: Mapping[str, Any]) -> tuple[int, int]:
 
 def mean_row(experiment: str, level: int, runs: Sequence[Row], **rest: Any) -> Row:
     """Return a row of means over the runs of several seeds."""
-    row: Row = {"experiment": experiment, "concurrency": level}
-    for name, value in runs[0].items():
-        values = [run[name] for run in runs]
-        if value is not None and isinstance(value, int | float) and None not in values:
-            row[name] = sum(values) / len(values)
+    numbers = {
+        name: [run[name] for run in runs] for name, value in runs[0].items()
+        if isinstance(value, int | float)
+    }  # fmt: skip
+    whole = {name: values for name, values in numbers.items() if None not in values}
+    row: Row = {"experiment": experiment, "concurrency": level, **over_seeds(whole)}
     row |= {name: row.get(name) for name in ("ttft_p99_s", "itl_p99_s", "poa_legacy", "rps")}
     row["runs"] = [{k: v for k, v in run.items() if k != "replicas"} for run in runs]
     return row | rest

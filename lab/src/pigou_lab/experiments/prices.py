@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -72,9 +71,8 @@ def prices(
             tpots = [_tpot(level_run, level) for level_run in level_runs]
             yield make_row(
                 TOLL_NAME, users, [level_run.measured for level_run in level_runs], seeds,
-                contender=contender.name,
-                tpot_p99_s=statistics.fmean(tpots), tpots=tpots,
-                local=statistics.fmean(_local(level_run) for level_run in level_runs),
+                per_seed={"tpot_p99_s": tpots, "local": list(map(_local, level_runs))},
+                contender=contender.name, tpots=tpots,
             )  # fmt: skip
 
 

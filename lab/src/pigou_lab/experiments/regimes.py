@@ -11,10 +11,13 @@ from pigou.sim.simulation import Simulation
 from pigou_lab.experiments.detect import Poller, Watcher, as_json, detector_values, regime_of
 from pigou_lab.experiments.fleets import POOL, PaperFleet, Reading
 from pigou_lab.experiments.level import Level, LevelRun, run
-from pigou_lab.experiments.paper import EXPERIMENT1, GAPS, SLOPES, THRESHOLDS
+from pigou_lab.experiments.paper import EXPERIMENT1, GAPS, RAMP_S, SLOPES, THRESHOLDS
 from pigou_lab.experiments.results import Row, make_row
+from pigou_lab.experiments.window import columns, split
 from pigou_lab.routing_controllers import RegimeTable
 
+#: Columns of the time after a switch.
+AFTER = ("after_ttft_p99_s", "after_rps", "after_poa_legacy")
 #: Seconds for which the Saturated row is held: four times the paper's spike.
 LONG_S = 720.0
 
@@ -76,8 +79,15 @@ def saturated(
                 level_runs.append(run(level, seed, (poller.follow,)))
                 pollers.append(poller)
             first = pollers[0]
+            window = RAMP_S, level.end
+            parts = [
+                split(made.result.runs, poller.switch(Regime.SATURATED, *window), window,
+                      made.gaps, fleet.decoders)
+                for made, poller in zip(level_runs, pollers, strict=True)
+            ]  # fmt: skip
             yield make_row(
-                "saturated", users, _measured(level_runs), seeds, strategy=strategy,
+                "saturated", users, _measured(level_runs), seeds, per_seed=columns(parts),
+                strategy=strategy,
                 saturated_from_s=first.first(Regime.SATURATED), regimes=as_json(first.switches),
             )  # fmt: skip
 
@@ -108,7 +118,9 @@ def held_ratios(rows: Sequence[Row]) -> Mapping[str, Any]:
     for one, other in pairwise(rows):
         if (one["strategy"], other["strategy"]) == ("static", "regime"):
             ratios[f"regime_over_static_at_{one['concurrency']}"] = {
-                name: other[name] / one[name] for name in ("ttft_p99_s", "rps", "poa_legacy")
+                name: other[name] / one[name]
+                for name in ("ttft_p99_s", "rps", "poa_legacy", "after_ttft_p99_s", "after_rps")
+                if other.get(name) and one.get(name)
             }
     return ratios
 

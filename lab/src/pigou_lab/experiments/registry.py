@@ -20,6 +20,7 @@ from pigou_lab.experiments import (
     regimes,
     table4,
     three_games,
+    tiers,
 )
 from pigou_lab.experiments.fleets import PaperFleet, Reading
 from pigou_lab.experiments.results import Row
@@ -58,7 +59,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "adaptive": Experiment(
         "Experiment 3: the spike, static and adaptive", adaptive.adaptive,
         lambda rows, *_: adaptive.static_ratios(rows),
-        10, (32, 128), ("strategy", "phase", "inflight", "switch_s"), fixed=True,
+        10, (32, 128), ("strategy", "phase", "inflight", "switch_s", *regimes.AFTER), fixed=True,
     ),
     "pareto-below": Experiment(
         "Experiment 4a: the grid below saturation", pareto.grid,
@@ -76,7 +77,8 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     ),
     "saturated": Experiment(
         "the Saturated row of Table 2, held for long", regimes.saturated,
-        lambda rows, *_: regimes.held_ratios(rows), 1, (256, 512), ("strategy", "saturated_from_s"),
+        lambda rows, *_: regimes.held_ratios(rows), 1, (256, 512),
+        ("strategy", "saturated_from_s", *regimes.AFTER),
     ),
     "overlap-weights": Experiment(
         "overlap weights above 1", pareto.weights, lambda rows, *_: pareto.effects(rows),
@@ -125,5 +127,9 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         costs.costs, lambda rows, *_: costs.verdict(rows), 1, costs.LEVELS,
         ("contender", "itl_slo_s", "goodput_rps", "usd_per_million", "goodput_ratio",
          "price_ratio"), reads=False,
+    ),
+    "tiers": Experiment(
+        "prefix hits by tier, G1 to G4, by load", tiers.tiers, lambda rows, *_: tiers.verdict(rows),
+        3, tiers.LEVELS, ("hits", *(f"{tier}_share" for tier in tiers.TIERS)), reads=False,
     ),
 }  # fmt: skip

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
+from scipy import stats
 
 from pigou.config import ConfigError
 from pigou.sim.result import SimulationResult
@@ -28,14 +29,39 @@ COMPARED = ("ttft_p99_s", "itl_p99_s", "poa_legacy", "rps")
 Row = dict[str, Any]
 
 
+def t_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return Student's 95% interval of the mean of some seeds' values; None for less than two."""
+    if len(values) < 2:
+        return None
+    half = float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values)
+    mean = statistics.fmean(values)
+    return mean - half / math.sqrt(len(values)), mean + half / math.sqrt(len(values))
+
+
+def over_seeds(values: Mapping[str, Sequence[float | None]]) -> Row:
+    """Return the mean of each figure over the seeds that have it, and `ci95` with intervals."""
+    row: Row = {"ci95": {}}
+    for name, of_seeds in values.items():
+        known = [float(one) for one in of_seeds if one is not None and math.isfinite(one)]
+        row[name] = statistics.fmean(known) if known else None
+        if (interval := t_interval(known)) is not None:
+            row["ci95"][name] = list(interval)
+    return row
+
+
 def make_row(
     experiment: str, users: int, runs: Sequence[WindowFigures], seeds: Sequence[int],
-    paper: Figures | None = None, **rest: Any,
+    paper: Figures | None = None, per_seed: Mapping[str, Sequence[float | None]] | None = None,
+    **rest: Any,
 ) -> Row:  # fmt: skip
-    """Return a row: each figure is the mean over the runs, as in the paper's Experiment 3."""
+    """Return a row: each figure is the mean over the runs, as in the paper's Experiment 3.
+
+    `per_seed` has further figures, a value a seed.
+    """
     columns = [asdict(figures) for figures in runs]
-    means = {name: statistics.fmean(column[name] for column in columns) for name in columns[0]}
-    row: Row = {"experiment": experiment, "concurrency": users, **means, **rest}
+    figures = {name: [column[name] for column in columns] for name in columns[0]}
+    row: Row = {"experiment": experiment, "concurrency": users,
+                **over_seeds(figures | dict(per_seed or {})), **rest}  # fmt: skip
     if len(runs) > 1:
         row["sd"] = {
             name: statistics.stdev(column[name] for column in columns) for name in COMPARED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,15 +37,24 @@ class Marks:
 
     def between(self, first: int, second: int) -> ITLHistogram:
         """Return the gaps between two of the times, by their index."""
-        difference, low, high = ITLHistogram(), self.taken[first], self.taken[second]
-        difference.histogram = high.histogram - low.histogram
-        difference.sums = high.sums - low.sums
-        return difference
+        return _difference(self.taken[first], self.taken[second])
 
     def _take(self, gaps: ITLHistogram) -> None:
-        copy = ITLHistogram()
-        copy.histogram, copy.sums = gaps.histogram.copy(), gaps.sums.copy()
-        self.taken.append(copy)
+        self.taken.append(copy_of(gaps))
+
+
+def copy_of(gaps: ITLHistogram) -> ITLHistogram:
+    """Return the gaps until now, which further ones do not change."""
+    copy = ITLHistogram()
+    copy.histogram, copy.sums = gaps.histogram.copy(), gaps.sums.copy()
+    return copy
+
+
+def _difference(low: ITLHistogram, high: ITLHistogram) -> ITLHistogram:
+    difference = ITLHistogram()
+    difference.histogram = high.histogram - low.histogram
+    difference.sums = high.sums - low.sums
+    return difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +114,47 @@ def measure(
         requests=len(inside),
         unsent=sum(run.intended_ns < high and not 0 < run.sent_ns <= high for run in runs),
     )
+
+
+class Switch(NamedTuple):
+    """A change of the router's parameters in a run."""
+
+    seconds: float  # from the beginning
+    gaps: ITLHistogram  # gaps between tokens until then
+
+
+class SwitchParts(NamedTuple):
+    """Figures of a window before and after a switch; None where nothing was completed."""
+
+    before: WindowFigures | None
+    after: WindowFigures | None
+
+
+def split(
+    runs: Sequence[RequestRun], switch: Switch | None, window: tuple[float, float],
+    gaps: Sequence[ITLHistogram], workers: int,
+) -> SwitchParts:  # fmt: skip
+    """Return the figures of requests meant before a switch in a window, and after it.
+
+    `gaps` are those until the window's begin and end.
+    """
+    if switch is None:
+        return SwitchParts(None, None)
+    (begin, end), (low, high) = window, gaps
+    return SwitchParts(
+        measure(runs, begin, switch.seconds, _difference(low, switch.gaps), workers, meant=True),
+        measure(runs, switch.seconds, end, _difference(switch.gaps, high), workers, meant=True),
+    )
+
+
+def columns(parts: Sequence[SwitchParts]) -> dict[str, list[float | None]]:
+    """Return figures before and after the switch by name, a value a seed."""
+    return {
+        f"{name}_{key}": [None if (own := getattr(one, name)) is None else getattr(own, key)
+                          for one in parts]
+        for name in SwitchParts._fields
+        for key in ("ttft_p99_s", "itl_p99_s", "poa_legacy", "rps", "inflight")
+    }  # fmt: skip
 
 
 def index(done: Sequence[RequestRun], workers: int) -> float:
