@@ -49,7 +49,13 @@ def search(**changes: object) -> FrontierSearch:
 
 def entry(ttft_s: float, itl_s: float, tok_s: float, seqs: int) -> EvaluatedPoint:
     figures = PointFigures(ttft_s=ttft_s, itl_s=itl_s, output_tok_s=tok_s)
-    return EvaluatedPoint(point=OperatingPoint(max_seqs=seqs), figures=figures, requests=1)
+    return EvaluatedPoint(
+        point=OperatingPoint(max_seqs=seqs),
+        figures=figures,
+        requests=1,
+        final=True,
+        dominated=False,
+    )
 
 
 def frontier(*points: EvaluatedPoint) -> Frontier:

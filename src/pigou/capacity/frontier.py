@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
@@ -81,8 +82,8 @@ class EvaluatedPoint(msgspec.Struct, frozen=True, kw_only=True):
     point: OperatingPoint
     figures: PointFigures
     requests: int  # simulated with it in its last round, over all seeds
-    final: bool = True  # whether it was left in the last round
-    dominated: bool = False  # whether another one is at least as good in all figures
+    final: bool = False  # whether it was left in the last round
+    dominated: bool = True  # whether another one is at least as good in all figures
     chosen: bool = False
 
 
@@ -137,19 +138,17 @@ class FrontierSearch:
         """Return the candidates: the point as configured, and a Latin hypercube of others."""
         own = params_of(load_policy(self.control.policy, self.control.params))
         grids: dict[str, Sequence[float]] = {
-            name: values for name, values in PARAMS.items() if name in own
+            **{name: values for name, values in PARAMS.items() if name in own},
+            "temperature": TEMPERATURES,
+            "max_batched_tokens": _limits(self.setup.max_batched_tokens, 16),
+            "max_seqs": _limits(self.setup.max_seqs, 1),
         }
-        grids["temperature"] = TEMPERATURES
-        grids["max_batched_tokens"] = _limits(self.setup.max_batched_tokens, 16)
-        grids["max_seqs"] = _limits(self.setup.max_seqs, 1)
         rng = np.random.default_rng(self.control.seed)
-        columns = {
-            name: [values[i % len(values)] for i in rng.permutation(self.candidates).tolist()]
-            for name, values in grids.items()
-        }
-        rows = [
-            {name: column[i] for name, column in columns.items()} for i in range(self.candidates)
+        columns = [
+            [values[i % len(values)] for i in rng.permutation(self.candidates).tolist()]
+            for values in grids.values()
         ]
+        rows = (dict(zip(grids, row, strict=True)) for row in zip(*columns, strict=True))
         points = [OperatingPoint(), *(_point(row) for row in rows)]
         return list({_key(point): point for point in points}.values())
 
@@ -241,19 +240,17 @@ def _halve(
         entries = [
             EvaluatedPoint(
                 point=point, figures=_mean(runs[i * seeds : (i + 1) * seeds]),
-                requests=requests * seeds, final=halving == _HALVINGS,
+                requests=requests * seeds,
             )
             for i, point in enumerate(left)
         ]  # fmt: skip
         evaluated |= {_key(entry.point): entry for entry in entries}
         left = [entry.point for entry in _better(entries, search.slo)]
-    last = [entry for entry in evaluated.values() if entry.final]
-    beaten = dominated(np.array([entry.figures.objectives for entry in last]))
-    flags = {_key(entry.point): bool(b) for entry, b in zip(last, beaten, strict=True)}
-    points = [
-        msgspec.structs.replace(entry, dominated=flags.get(key, True))
-        for key, entry in evaluated.items()
-    ]
+    beaten = dominated(np.array([entry.figures.objectives for entry in entries])).tolist()
+    for entry, is_beaten in zip(entries, beaten, strict=True):
+        final = msgspec.structs.replace(entry, final=True, dominated=is_beaten)
+        evaluated[_key(entry.point)] = final
+    points = list(evaluated.values())
     points.sort(
         key=lambda e: (e.point != OperatingPoint(), not e.final, e.dominated, e.figures.ttft_s)
     )
@@ -410,9 +407,9 @@ def _limits(limit: int, floor: int) -> tuple[int, ...]:
 
 def _mean(figures: Sequence[PointFigures]) -> PointFigures:
     """Return the means over seeds."""
-    rows = np.array([(f.ttft_s, f.itl_s, f.output_tok_s, f.attained or 0.0) for f in figures])
-    ttft_s, itl_s, output_tok_s, attained = rows.mean(axis=0).tolist()
-    known = figures[0].attained is not None
-    return PointFigures(
-        ttft_s=ttft_s, itl_s=itl_s, output_tok_s=output_tok_s, attained=attained if known else None
-    )
+    rows = [msgspec.structs.asdict(each) for each in figures]
+    means = {
+        name: None if value is None else fmean(row[name] for row in rows)
+        for name, value in rows[0].items()
+    }
+    return msgspec.convert(means, PointFigures)

@@ -16,8 +16,6 @@ from pigou.registry import require
 from pigou.sim.setup import Setup
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pigou.capacity.frontier import EvaluatedPoint, Frontier
     from pigou.objectives import Slo
 
@@ -88,7 +86,9 @@ def frontier(
     from pigou.objectives import Slo
 
     check_json(json)
-    drawn = _picture_file(picture)
+    check_json(picture, "--picture")
+    if picture:
+        require("report", "--picture")
     if bool(workload) == bool(given):
         raise ConfigError("--workload and --from: give one of the two")
     objective = Slo.parse(slo if "percentile" in slo else f"{slo},percentile=99") if slo else None
@@ -98,8 +98,8 @@ def frontier(
         result = _search(search, setup, control, workload, fleet, objective)
     result = msgspec.structs.replace(result, run=result.run | {"slo": slo})
     write_json("--json", json, result)
-    if drawn is not None:
-        _draw(result, drawn)
+    if picture:
+        _draw(result, picture)
     _show(result)
 
 
@@ -185,19 +185,9 @@ def _settings(point: object, result: Frontier) -> str:
     return ", ".join(parts) or f"as configured ({result.run.get('policy', '')})"
 
 
-def _picture_file(picture: str) -> Path | None:
+def _draw(result: Frontier, file: str) -> None:
     from pathlib import Path
 
-    if not picture:
-        return None
-    require("report", "--picture")
-    file = Path(picture)
-    if file.suffix != ".png" or not file.absolute().parent.is_dir():
-        raise ConfigError(f"--picture is {picture!r}; name a .png file in a folder that exists")
-    return file
-
-
-def _draw(result: Frontier, file: Path) -> None:
     from pigou.report.figure import Axis, Chart, ChartLine
     from pigou.report.figure_png import png
 
@@ -215,9 +205,9 @@ def _draw(result: Frontier, file: Path) -> None:
         Axis("TTFT", "seconds", log=True), Axis("ITL", "seconds", log=True), tuple(lines),
     )  # fmt: skip
     try:
-        png(chart, file)
+        png(chart, Path(file))
     except OSError as error:
-        raise RunError(f"--picture is {str(file)!r}: {error}") from None
+        raise RunError(f"--picture is {file!r}: {error}") from None
 
 
 def _group(entry: EvaluatedPoint) -> str:

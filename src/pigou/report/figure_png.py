@@ -50,7 +50,7 @@ def png(figure: Figure, path: Path) -> None:
     else:
         _heat(canvas, axes, figure)
     _style_axes(axes)
-    canvas.savefig(path, dpi=_DPI, metadata={"Software": None})
+    canvas.savefig(path, format="png", dpi=_DPI, metadata={"Software": None})
 
 
 def _chart(axes: Any, chart: Chart) -> None:
