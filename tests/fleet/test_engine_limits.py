@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +17,8 @@ from pigou.config import ControlConfig
 from pigou.fleet.live_fleet import LiveFleet
 from pigou.fleet.serve import Serving
 from pigou.request import EngineLimits
+from pigou.workload.journal_file import lines
+from pigou.workload.journal_replay import replay_journal
 
 WORKER = ("--executor", "sleep", "--sleep-base", "5000000", "--repeat", "1", "--max-seqs", "16",
           "--max-batched-tokens", "512")  # fmt: skip
@@ -49,11 +52,14 @@ async def seen_at(serving: Serving) -> list[Any]:
     return [msgspec.json.decode(page)["limits"] for _, page in pages]
 
 
-async def test_a_regime_s_point_reaches_every_engine_and_one_that_joins_and_goes_again() -> None:
+async def test_a_regime_s_point_reaches_every_engine_and_one_that_joins_and_goes_again(
+    tmp_path: Path,
+) -> None:
+    journal = tmp_path / "journal.jsonl"
     control = ControlConfig(operating_points=POINTS)
-    async with running(0, 0, 2, control=control, arguments=WORKER, template=WORKER) as (
-        serving, client
-    ):  # fmt: skip
+    async with running(
+        0, 0, 2, control=control, arguments=WORKER, template=WORKER, journal=journal
+    ) as (serving, client):
         for _ in range(30):  # what a prompt takes without a queue is learned
             text(await client.reply(max_tokens=2))
         shown = await game(client)
@@ -90,6 +96,7 @@ async def test_a_regime_s_point_reaches_every_engine_and_one_that_joins_and_goes
             text(await client.reply(max_tokens=2))
         await until(client, limited(3, 512, 3))
         assert (await game(client))["operating_point"] == POINTS["light"]
+    assert replay_journal(lines(str(journal))).difference is None
 
 
 async def _ask(client: Client, stop: Callable[[], float]) -> None:

@@ -129,8 +129,16 @@ function card(worker) {
       term("ρ", number(worker.rho, 2))),
     element("div", { class: "bar", role: "meter", "aria-label": "KV memory in use", "aria-valuenow": usage },
       element("i", { style: `width:${usage}%` })));
+  if (worker.limits) made.append(element("p", { class: "note" }, limitsText(worker.limits)));
   if (worker.note) made.append(element("p", { class: "note" }, worker.note));
   return made;
+}
+
+// The limits that a regime's operating point, or a planner, has set.
+function limitsText(limits) {
+  const parts = [[limits.max_seqs, "streams"], [limits.max_batched_tokens, "tokens a step"]];
+  const set = parts.filter(([value]) => value).map(([value, unit]) => `${number(value)} ${unit}`);
+  return `at most ${set.join(", ") || "as started"}` + (limits.refused ? `; ${limits.refused}` : "");
 }
 
 function drawGame(game) {
