@@ -286,16 +286,16 @@ def _tier_hits(workers: Sequence[FleetWorker]) -> dict[str, dict[str, float]]:
     """Return prompt tokens found on devices (G1) and in tiers, their share and their bytes."""
     tokens, size = Counter({"G1": 0}), Counter({"G1": 0})
 
-    def found(level: str, count: int, worker: FleetWorker) -> None:
+    def add(level: str, count: int, worker: FleetWorker) -> None:
         tokens[level] += count
         size[level] += count * worker.spec.kv_bytes
 
     for worker in workers:
-        found("G1", worker.totals[3], worker)
+        add("G1", worker.totals[3], worker)
         tiers = worker.sim.core.tiers if worker.sim is not None else None
         for config, counts in zip(worker.spec.tiers, tiers.counts if tiers else (), strict=False):
             level = _LEVELS.get(config.name, config.name)
-            found(level, counts.restored * worker.spec.engine.block_size, worker)
+            add(level, counts.restored * worker.spec.engine.block_size, worker)
     total = max(1, tokens.total())
     return {
         level: {"tokens": count, "share": count / total, "bytes": size[level]}

@@ -50,7 +50,7 @@ ARMS = (
 class _Runs:
     phases: dict[str, list[WindowFigures]] = field(default_factory=dict)
     switched: list[float] = field(default_factory=list)
-    parts: list[SwitchParts] = field(default_factory=list)  # of the spike, a seed each
+    parts: list[SwitchParts] = field(default_factory=list)  # figures of the spike, a seed each
 
 
 def adaptive(
