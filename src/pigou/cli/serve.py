@@ -138,7 +138,7 @@ def _fork_server(fleet: WorkersConfig, typed: Sequence[str]) -> ForkServer | Non
     workers = sum(fleet.counts)
     if not workers or fleet.device != "cpu" or fleet.on != "local" or sys.platform != "linux":
         return None
-    if sleeps([*typed, *(["--timing"] if fleet.timing else [])]):
+    if fleet.timing or sleeps(typed) or any(word.startswith("--threads") for word in typed):
         return None
     return ForkServer(fleet.threads or threads_each(workers))
 

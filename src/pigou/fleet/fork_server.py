@@ -93,6 +93,8 @@ class ForkServer:
         descriptors: Sequence[int], line: int,
     ) -> ForkedProcess:  # fmt: skip
         """Fork a worker whose output has lines of up to `line` bytes; raise OSError."""
+        if self._channel.fileno() < 0:
+            raise OSError("the fork server has ended")
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._channel, self._read)

@@ -120,8 +120,8 @@ class Relay(StreamCount):
             return self._parse(data)
         out = [self._parse(data[:start])] if start else []
         # The last two may be the finish reason and the end.
-        ends = data.rfind(_EVENT_END, start, data.rfind(_EVENT_END, start, last - 2)) + 2
-        for stop in (last, ends):
+        before_last = data.rfind(_EVENT_END, start, data.rfind(_EVENT_END, start, last - 2)) + 2
+        for stop in (last, before_last):
             if self._reader.pending or self._fast_path is None or self.failed or self.state.done:
                 break
             tokens = self._fast_path.tokens(data[start:stop])
