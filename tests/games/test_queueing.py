@@ -200,5 +200,5 @@ def test_waits_of_bursts_are_near_those_of_a_simulated_queue(
         free[first] = max(free[first], at) + 1.0
     seen = float(np.quantile(waits, 0.95))
     wait = mgc_wait_quantile(servers, utilisation, 0.95, 0.0, float(burst))
-    assert wait == pytest.approx(seen, rel=0.2)
+    assert wait == pytest.approx(seen, rel=0.3)
     assert mgc_wait_quantile(servers, utilisation, 0.95, 0.0, 1.0) < 0.5 * seen

@@ -11,6 +11,9 @@
 - Over clairvoyant: GPU-hours over those of the clairvoyant at equal attainment: the lower hull of
   the runs of its plans at several prices of a late request.
 - Above: planners with more attainment at equal or fewer GPU-hours.
+- Regret: GPU-hours, and late requests at `late_price`, over those of the clairvoyant's best plan.
+  A planner that misses the percentile while budget is left pays for what is missing the dearest
+  price of the clairvoyant's plans.
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ PLANNERS = (
 #: Worker-seconds of a late request, and factors of the demand, of the clairvoyant's plans.
 PLANS = ((1.0, 1.0), (2.0, 1.0), (8.0, 1.0), (30.0, 1.1))
 _CLAIRVOYANT = "clairvoyant"
+#: Share of requests that shall attain in every trial.
+_SHARE = 0.95
 #: Threshold of the garbage collector: a run leaves next to no cycles.
 _GARBAGE = 50_000
 #: Attainment that counts as equal.
@@ -163,6 +168,43 @@ class Hull:
         """Return the share of late requests at these GPU-hours."""
         return 1.0 - float(np.interp(hours, self.hours, self.attained))
 
+    def late_price(self, offered: int, least: float, most: float) -> float:
+        """Return the GPU-seconds a late request that make the clairvoyant keep the objective.
+
+        The slope of the hull where it attains `_SHARE`; `least` where it does so for that, and
+        `most` where no plan does.
+        """
+        if self.attained[0] >= _SHARE:
+            return least
+        if self.attained[-1] < _SHARE:
+            return most
+        at = int(np.searchsorted(self.attained, _SHARE))
+        hours, attained = np.diff(self.hours)[at - 1], np.diff(self.attained)[at - 1]
+        return float(np.clip(3600.0 * hours / attained / offered, least, most))
+
+
+def regrets(row: Mapping[str, Cell]) -> dict[str, float]:
+    """Return the regret of each planner of a trial in GPU-hours; empty before the clairvoyant."""
+    hull = hull_of(row)
+    if hull is None:
+        return {}
+    cell = next(iter(row.values()))
+    trial = next(t for t in [*choosing(), *judging()] if t.name == cell["trial"])
+    gpus = max(setup.tp for setup in trial.fleet.setups[: len(trial.loads)])
+    budget = trial.fleet.max_workers * len(trial.loads) * gpus
+    most = max(late for late, _ in PLANS) * gpus
+    price = hull.late_price(cell["offered"], min(late for late, _ in PLANS) * gpus, most)
+
+    def cost(cell: Cell) -> float:
+        missing = max(_SHARE - cell["attained"], 0.0) if cell["peak_gpus"] < budget else 0.0
+        late_gpu_s = price * (1.0 - cell["attained"]) + max(most - price, 0.0) * missing
+        return float(cell["gpu_hours"] + cell["offered"] * late_gpu_s / 3600.0)
+
+    best = min(cost(cell) for name, cell in row.items() if name.startswith(_CLAIRVOYANT))
+    return {
+        name: cost(cell) - best for name, cell in row.items() if not name.startswith(_CLAIRVOYANT)
+    }
+
 
 def _is_above(
     one: tuple[float, float], middle: tuple[float, float], other: tuple[float, float]
@@ -206,7 +248,9 @@ def show(options: argparse.Namespace) -> None:
         name for name in dict.fromkeys(cell["planner"] for cell in cells)
         if not name.startswith(_CLAIRVOYANT)
     ]  # fmt: skip
-    print(f"{options.side}: attained %, GPU-hours, over clairvoyant, of each trial and seed")
+    print(
+        f"{options.side}: attained %, GPU-hours, over clairvoyant, regret, of each trial and seed"
+    )
     for key, row in table.items():
         hull = hull_of(row)
         first = next(iter(row.values()))
@@ -222,11 +266,11 @@ def show(options: argparse.Namespace) -> None:
 
 
 def _line(row: Mapping[str, Cell], name: str, hull: Hull | None) -> str:
-    cell = row[name]
+    cell, regret = row[name], regrets(row).get(name, float("nan"))
     ratio = cell["gpu_hours"] / hull.at(cell["attained"]) if hull else float("nan")
     better = above(row, name)
     return (
-        f"{name:<24}{100 * cell['attained']:6.1f}{cell['gpu_hours']:8.2f}{ratio:7.2f}"
+        f"{name:<24}{100 * cell['attained']:6.1f}{cell['gpu_hours']:8.2f}{ratio:7.2f}{regret:7.2f}"
         f"  settle {cell['settle_s']:5.0f} s, peak {cell['peak_gpus']:3d}, "
         f"moves {cell['moves']:3d}, reversals {cell['reversals']:2d}"
         + (f"  above: {', '.join(better)}" if better else "")
@@ -236,8 +280,11 @@ def _line(row: Mapping[str, Cell], name: str, hull: Hull | None) -> str:
 def _means(table: Mapping[tuple[str, int], Mapping[str, Cell]], planners: Sequence[str]) -> None:
     print(f"\nmeans   {'planner':<24}{'trials':>7}{'attained':>9}{'hours/perfect':>14}"
           f"{'over clair.':>12}{'worst':>7}{'late-clair':>11}{'settle s':>9}{'moves':>6}"
-          f"{'reversals':>10}{'overshoot':>10}{'above':>6}")  # fmt: skip
+          f"{'reversals':>10}{'overshoot':>10}{'above':>6}{'regret':>8}{'least':>6}")  # fmt: skip
+    paid = [regrets(row) for row in table.values()]
     for name in planners:
+        regret = [one[name] for one in paid if name in one] or [float("nan")]
+        least = sum(name in one and one[name] <= min(one.values()) + 1e-9 for one in paid)
         rows = [row for row in table.values() if name in row]
         own = [row[name] for row in rows]
         hulls = [hull_of(row) for row in rows]
@@ -254,6 +301,7 @@ def _means(table: Mapping[tuple[str, int], Mapping[str, Cell]], planners: Sequen
             f"{statistics.fmean(late or [0.0]):>11.3f}{_mean(own, 'settle_s'):>9.0f}"
             f"{_mean(own, 'moves'):>6.1f}{sum(c['reversals'] for c in own):>10}"
             f"{statistics.fmean(overshoot):>10.2f}{sum(bool(above(r, name)) for r in rows):>6}"
+            f"{statistics.fmean(regret):>8.3f}{least:>6}"
         )
 
 

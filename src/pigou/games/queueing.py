@@ -134,13 +134,15 @@ def mgc_wait_quantile(
 def burst_wait_quantile(
     servers: int, utilisation: float, quantile: float, dispersion: float
 ) -> float:
-    """Return a quantile of the wait that bursts alone cause, their own included, in services.
+    """Return a quantile of the wait that bursts alone cause, in services.
 
-    P(W > t) = exp(-2 c (1 - utilisation) t / (d - 1)): a fluid server with Brownian arrivals of
-    dispersion d (Norros 1994), less the 1 of Poisson arrivals.
+    A burst of b = d - 1 waits for those before, P(W > t) = exp(-2 c (1 / rho - 1) t / b): a fluid
+    server with Brownian arrivals of dispersion d, less the 1 of Poisson arrivals (Norros 1994); and
+    for half of itself. It is at least that quantile of a burst's own wait, b / c in all.
     """
-    spare = 2.0 * servers * (1.0 - utilisation)
-    return -math.log1p(-quantile) * max(dispersion - 1.0, 0.0) / spare
+    burst = max(dispersion - 1.0, 0.0) / servers
+    before = -math.log1p(-quantile) * 0.5 * burst * utilisation / (1.0 - utilisation)
+    return max(quantile * burst, 0.5 * burst + before)
 
 
 def _fixed_quantile(servers: int, utilisation: float, quantile: float) -> float:

@@ -101,6 +101,7 @@ class LoadMeter:
         uncached = sum(entry.uncached for entry in computed)
         done = [request for request in ended if request.is_done]
         prompts = np.array([request.prompt_tokens for request in arrived], dtype=np.float64)
+        request_s = [(one.ended_ns - one.arrival_ns) / SECOND for one in ended]
         queued = window.queued.get(name, ())
         attained = None
         if self.objectives.known:
@@ -116,7 +117,8 @@ class LoadMeter:
             arrival_scv=self._dispersion(name, arrived),
             ttft=_latencies(request.ttft_ns for request in first),
             itl=_latencies(request.itl_ns for request in done),
-            request_s=_mean([(one.ended_ns - one.arrival_ns) / SECOND for one in ended]),
+            request_s=_mean(request_s),
+            longest_s=max(request_s, default=None),
             completed=len(done),
             attained=attained,
             ended=sum(one.is_offered for one in ended),

@@ -105,6 +105,7 @@ class LoadWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ttft: LatencySummary = msgspec.field(default_factory=LatencySummary)
     itl: LatencySummary = msgspec.field(default_factory=LatencySummary)
     request_s: float | None = None  # mean end-to-end seconds
+    longest_s: float | None = None  # longest of those that ended
     completed: int | None = None  # requests that ended successfully
     attained: int | None = None  # ended requests inside the objective
     ended: int | None = None  # offered requests that ended; refused and given up ones are late

@@ -103,7 +103,7 @@ class LatePrice:
                 self.margin *= 0.5 ** (seconds / self._half_life_s)
             self._base, self._base_missing = self.margin, 0.0
             self.is_out_of_reach = False
-        elif not self.is_out_of_reach or self._tried_s >= LATE_HALF_LIFE_S:
+        elif inside < ended and (not self.is_out_of_reach or self._tried_s >= LATE_HALF_LIFE_S):
             excess = math.log(late / (1.0 - share)) / LATE_DECAY
             self._rise(missing, excess, seconds, supply_gpus)
 

@@ -14,6 +14,7 @@ from pigou.control.planner.price.terms import (
     BACKLOG_OBJECTIVES,
     MIN_LAG_S,
     MIN_ROUTED,
+    RISE_ERRORS,
     ROUTES_FALL,
     ROUTES_RISE,
     PricePlannerParams,
@@ -146,7 +147,7 @@ class ModelState:
             osl=_mean(loads, counts, "osl"),
             hit_rate=_mean(loads, counts, "hit_rate"),
             arrival_scv=_mean(loads, counts, "arrival_scv"),
-            request_s=_mean(loads, counts, "request_s"),
+            longest_s=max((x.longest_s for x in loads if x.longest_s is not None), default=None),
             completed=_sum(load.completed for load in loads),
             attained=_sum(load.attained for load in loads),
             ended=_sum(load.ended for load in loads),
@@ -232,11 +233,14 @@ class ModelState:
             return
         ready = {pool.name: pool.ready for pool in window.pools if pool.model == self.name}
         gpus = sum(ready[pool.name] * pool.gpus for pool in plan.pools if pool.name in ready)
-        if plan.rps(ready) < self.band.estimate.rps:
+        # Within the error of the rate, only workers on their way show that capacity lacks.
+        rate = self.band.estimate.rate
+        error = 0.0 if supply > gpus else RISE_ERRORS * rate.standard_error
+        if plan.rps(ready) < rate.rate.mean - error:
             self._lacked_ns = self._explained_ns = window.now_ns
         elif self._is_backlogged and window.now_ns - self._lacked_ns <= self._lag_s * SECOND:
             self._explained_ns = window.now_ns  # the backlog is worked off
-        arrived_ns = window.now_ns - (_number(load.request_s) or 0.0) * SECOND
+        arrived_ns = window.now_ns - (_number(load.longest_s) or 0.0) * SECOND
         is_explained = arrived_ns - self._explained_ns <= MIN_LAG_S * SECOND
         self.late.observe(
             inside, max(ended, inside), window.seconds, max(slo.share for slo in self.slos),
