@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import numpy as np
 import pytest
 
 from pigou.request import SECOND
+from pigou.sim.client import ClientConfig
+from pigou.sim.fleet_config import read_fleet
 from pigou.sim.request_run import RequestRun, RunOutcome
+from pigou.sim.simulation import Simulation, unlimited
 from pigou.sim.streams import ITLHistogram
-from pigou.sim.virtual_clock import EPOCH
-from pigou.sim.workload import RequestSpec
+from pigou.sim.virtual_clock import EPOCH, Phase
+from pigou.sim.workload import ClosedLoop, RequestSpec
 from pigou_lab.experiments import tiers
 from pigou_lab.experiments.page import page
 from pigou_lab.experiments.results import make_row, over_seeds, run_simulation, t_interval
-from pigou_lab.experiments.window import Switch, WindowFigures, columns, split
+from pigou_lab.experiments.window import Switch, WindowFigures, clock_ns, columns, split
 
 
 def test_three_runs_of_the_paper_have_its_interval() -> None:
@@ -95,3 +101,21 @@ def test_prefix_hits_by_tier_add_up_to_what_requests_found(monkeypatch: pytest.M
         many["G4_share"] > one["G4_share"]
     )  # more prompts are read, and the nearer tiers are full
     assert many["G1_share"] < 1
+
+
+def test_prefix_hits_count_all_lives_of_a_worker(tmp_path: Path) -> None:
+    """A worker that dies at 8 s for a second keeps what its first life restored."""
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text("workers: [{role: both, fails: [{start: 8.0, end: 9.0}]}]")
+    lengths = msgspec.structs.replace(tiers.LENGTHS, templates=60)
+    loop = ClosedLoop(lengths=lengths, phases=((8, 8.5),))
+    simulation = Simulation(
+        loop, read_fleet(str(fleet)), tiers.SETUP, unlimited(), ClientConfig(retries=3), seed=1
+    )
+    first: list[int] = []
+    (worker,) = simulation.fleet.workers
+    simulation.clock.at(clock_ns(7.9), Phase.TICK, -90, lambda _: first.extend(worker.restored))
+    hits = simulation.run().tier_hits
+    assert worker.restored >= tuple(first)
+    assert sum(first) > 0
+    assert hits["G2"]["tokens"] >= 16 * first[0] > 0

@@ -323,7 +323,7 @@ class SimulatedFleet:
         if worker.sim is None:
             return []
         legs = worker.sim.die()
-        worker.past_totals = worker.totals
+        worker.past_totals, worker.past_restored = worker.totals, worker.restored
         worker.sim = None
         worker.held_ids.clear()
         return legs

@@ -292,10 +292,9 @@ def _tier_hits(workers: Sequence[FleetWorker]) -> dict[str, dict[str, float]]:
 
     for worker in workers:
         add("G1", worker.totals[3], worker)
-        tiers = worker.sim.core.tiers if worker.sim is not None else None
-        for config, counts in zip(worker.spec.tiers, tiers.counts if tiers else (), strict=False):
+        for config, blocks in zip(worker.spec.tiers, worker.restored, strict=False):
             level = _LEVELS.get(config.name, config.name)
-            add(level, counts.restored * worker.spec.engine.block_size, worker)
+            add(level, blocks * worker.spec.engine.block_size, worker)
     total = max(1, tokens.total())
     return {
         level: {"tokens": count, "share": count / total, "bytes": size[level]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from pigou.config import ConfigError, EngineConfig
 from pigou.kv.offload import RecomputeCost
@@ -60,6 +61,7 @@ class FleetWorker:
     registered: bool = False  # whether the control plane counts it as alive
     missed_events: list[KVEvent] = field(default_factory=list)  # lost since the last arrived
     past_totals: tuple[int, int, int, int] = (0, 0, 0, 0)  # `totals` before restarts
+    past_restored: tuple[int, ...] = ()  # `restored` before restarts
     held_ids: set[str] = field(default_factory=set)  # ids under which it holds blocks for others
     pool: str = ""  # name of its pool
     state: WorkerState | None = WorkerState.STARTING  # lifecycle state; None once gone for good
@@ -95,6 +97,14 @@ class FleetWorker:
         life = (self.sim.steps, self.sim.busy_ns, core.stats.queried_tokens, core.stats.hit_tokens)
         steps, busy_ns, queries, hits = (a + b for a, b in zip(self.past_totals, life, strict=True))
         return steps, busy_ns, queries, hits
+
+    @property
+    def restored(self) -> tuple[int, ...]:
+        """Blocks restored from each tier in all lives."""
+        tiers = self.sim.core.tiers if self.sim is not None else None
+        life = [counts.restored for counts in tiers.counts] if tiers is not None else []
+        both = zip_longest(self.past_restored, life, fillvalue=0)
+        return tuple(before + own for before, own in both)
 
 
 def rank_splits(

@@ -168,7 +168,7 @@ def _show(one: Experiment, document: Mapping[str, Any]) -> None:
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=160)
+        console = Console(highlight=False, width=220)
     reads = document["reading"] if one.reads else "each its own"
     console.print(f"{one.about}: fleet {document['fleet']}, reading {reads}, "
                   f"{len(document['seeds'])} runs a row; ± 95% (Student's t)")  # fmt: skip

@@ -16,8 +16,8 @@ from pigou_lab.experiments.results import Row, make_row
 from pigou_lab.experiments.window import columns, split
 from pigou_lab.routing_controllers import RegimeTable
 
-#: Columns of the time after a switch.
-AFTER = ("after_ttft_p99_s", "after_rps", "after_poa_legacy")
+#: Column of the time after a switch.
+AFTER = ("after_ttft_p99_s",)
 #: Seconds for which the Saturated row is held: four times the paper's spike.
 LONG_S = 720.0
 
