@@ -1,9 +1,9 @@
 """Hash slots: open addressing with linear probing from a 64-bit name to a row; compiled.
 
 slots: uint32, a power of two above the rows; 0 if empty, else, from the lowest bit: a row, the tag,
-which is a part of the name, and whether it was moved from where its search begins. names: uint64,
-shape (rows + 1,), 0 for free rows; row 0 means "none". Erasing closes gaps at once, so no call pays
-for a rebuild.
+which is a part of the name, and the distance from where its search begins. names: uint64, shape
+(rows + 1,), 0 for free rows; row 0 means "none". Erasing closes gaps at once, so no call pays for a
+rebuild; distances spare it the other rows' names, which are far away in memory.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ ONE = np.uint64(1)
 #: upper half.
 SPREAD = np.uint64(0x9E3779B97F4A7C15)
 HALF = np.uint64(32)
-_SPREAD_SHIFT = np.uint64(33)
-#: Bit of a slot whose row is not where its search begins, and all others.
-_MOVED, _UNMOVED = np.uint64(2**31), np.uint64(2**31 - 1)
+#: Bits of a slot below its distance, and the largest distance: one that may be larger still.
+_SPREAD_BITS, _FAR = np.uint64(29), np.uint64(7)
+_SPREAD_SHIFT, _SPREAD_MASK = np.uint64(64 - 29), np.uint64(2**29 - 1)
 #: Least slots of each row, while there are at most `_FEW` rows: of the holder table, and of a
 #: worker's entries (one set for each worker, all of them in memory).
 TABLE_SLOTS, ENTRY_SLOTS, _FEW = 8, 4, 2**18
@@ -67,7 +67,7 @@ def grow_slots(slots: Slots, names: Words, rows: int, per_row: int, limit: int) 
 
 @inlined
 def spread_of(name: np.uint64) -> np.uint64:
-    """Return 31 bits of a name: under the mask where its search begins, above it the tag."""
+    """Return 29 bits of a name: under the mask where its search begins, above it the tag."""
     return (name * SPREAD) >> _SPREAD_SHIFT
 
 
@@ -78,7 +78,7 @@ def probe(names: Words, slots: Slots, name: np.uint64) -> tuple[Row, Row]:
     spread = spread_of(name)
     i = spread & mask
     while slots[i] != 0:
-        if (slots[i] & _UNMOVED) ^ spread <= mask:
+        if (slots[i] & _SPREAD_MASK) ^ spread <= mask:
             row = slots[i] & mask
             if names[row] == name:
                 return row, i
@@ -97,9 +97,8 @@ def put(slots: Slots, slot: Row, name: np.uint64, row: Row) -> None:
     """Insert a row at `slot`, where probing for its name ended."""
     mask = np.uint64(slots.shape[0] - 1)
     spread = spread_of(name)
-    slots[slot] = (spread & ~mask) | row
-    if spread & mask != slot:
-        slots[slot] |= _MOVED
+    distance = min((slot - spread) & mask, _FAR)
+    slots[slot] = (distance << _SPREAD_BITS) | (spread & ~mask) | row
 
 
 @inlined
@@ -119,15 +118,19 @@ def erase(names: Words, slots: Slots, row: Row) -> None:
     spread = spread_of(names[row])
     value = (spread & ~mask) | row
     gap = spread & mask
-    while slots[gap] & _UNMOVED != value:
+    while slots[gap] & _SPREAD_MASK != value:
         gap = (gap + ONE) & mask
     i = (gap + ONE) & mask
     while slots[i] != 0:
-        if slots[i] & _MOVED != 0:
+        distance, width = slots[i] >> _SPREAD_BITS, (i - gap) & mask
+        if distance == _FAR:
             other = slots[i] & mask
-            if ((i - spread_of(names[other])) & mask) >= ((i - gap) & mask):
+            if ((i - spread_of(names[other])) & mask) >= width:
                 put(slots, gap, names[other], other)
                 gap = i
+        elif distance >= width:
+            slots[gap] = slots[i] - (width << _SPREAD_BITS)
+            gap = i
         i = (i + ONE) & mask
     slots[gap] = 0
 
