@@ -407,7 +407,7 @@ def _limits(limit: int, floor: int) -> tuple[int, ...]:
 
 def _mean(figures: Sequence[PointFigures]) -> PointFigures:
     """Return the means over seeds."""
-    rows = [msgspec.structs.asdict(each) for each in figures]
+    rows = [msgspec.structs.asdict(one) for one in figures]
     means = {
         name: None if value is None else fmean(row[name] for row in rows)
         for name, value in rows[0].items()
