@@ -43,6 +43,8 @@ Json = Annotated[str, typer.Option("--json", help="File to write the figures to.
 TOPOLOGIES = ("complete", "line", "two-level")
 #: Numbers of nodes that are shown where none are given.
 _NODES = {"complete": "5,7,9", "line": "5,7,9,25,101,401", "two-level": "4,8,16,32"}
+#: Limit of numbers of nodes and slots; a line takes the square of it.
+MAX_COUNT = 2000
 _LOADS = "1e-6,0.1,0.5,0.8,0.9,0.99,0.999,0.9999,0.999999"
 T = TypeVar("T")
 
@@ -140,7 +142,7 @@ def caching(
     for name in topology.split(","):
         if name not in TOPOLOGIES:
             raise ConfigError(f"--topology has {name!r}; give of: {', '.join(TOPOLOGIES)}")
-        counts = [round(n) for n in _numbers("--nodes", nodes or _NODES[name])]
+        counts = _counts("--nodes", nodes or _NODES[name])
         costs = _numbers("--alpha", alpha) if alpha else [(n - 1) / 2 for n in counts]
         if len(costs) not in (1, len(counts)):
             raise ConfigError(f"--alpha has {len(costs)} numbers for {len(counts)} of --nodes")
@@ -220,7 +222,7 @@ def leading(
 ) -> None:
     """Let HBM lead and the tiers below reply: what commitment is worth (Stackelberg)."""
     check_json(json)
-    slots = [round(n) for n in _numbers("--capacity", capacity)]
+    slots = _counts("--capacity", capacity)
     rest = [_numbers(f"--{name}", text) for name, text in
             (("demand", demand), ("access", access), ("price", price))]  # fmt: skip
     made = _made(lambda: TierGame(rest[0], rest[1], slots, rest[2], miss))
@@ -313,6 +315,15 @@ def _numbers(option: str, text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"{option} is {text!r}; write numbers, as in 1,2.5") from None
+
+
+def _counts(option: str, text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option} is {text!r}; write whole numbers, as in 5,7") from None
+    check_bounds(option, max(counts), le=MAX_COUNT)
+    return counts
 
 
 def _row(costs: SocialCosts) -> dict[str, float]:
