@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.workload.stub import Stub
 
 from pigou.cli import main
 from pigou.config import ConfigError
-from pigou.workload.trace_formats import read_trace
+from pigou.request import SECOND
+from pigou.sim.request_run import RequestRun
+from pigou.sim.result import SimulationResult
+from pigou.sim.streams import ITLHistogram
+from pigou.sim.virtual_clock import EPOCH
+from pigou.sim.workload import OpenLoop, RequestSession, RequestSpec, block_hashes
+from pigou.workload.request_log import simulated_rows
+from pigou.workload.trace_formats import of_rows, read_trace
+from pigou.workload.workload_spec import from_trace
 
 Start = Callable[..., Stub]
 TIMING = ["--timing", "law:itl_a=0.01,prefill_token=0.0001", "--blocks", "2000"]
@@ -164,3 +175,46 @@ def test_an_experiment_writes_the_requests_of_all_runs(tmp_path: Path) -> None:
         assert len(done) == run["requests"]
         mean_s = sum(result["last_token_s"] - result["intended_s"] for result in done) / len(done)
         assert mean_s == pytest.approx(run["e2e_mean_s"])
+
+
+@st.composite
+def loops(draw: st.DrawFn) -> OpenLoop:
+    """Prompts that share beginnings, in blocks of one size or of several, or share nothing."""
+    sizes = draw(st.lists(st.sampled_from([16.0, 24.0, 64.0, 100.5]), min_size=1, max_size=2))
+    sessions = []
+    for at in range(draw(st.integers(1, 6))):
+        block = draw(st.sampled_from(sizes))
+        ids = tuple(draw(st.lists(st.integers(0, 2), max_size=4)))
+        least = round(block * (len(ids) - 1)) + 1 if ids else 1
+        spec = RequestSpec(
+            draw(st.integers(max(least, 1), max(least, 1) + 80)), draw(st.integers(1, 9)), ids,
+            draw(st.integers(1, 2)), block,
+        )  # fmt: skip
+        sessions.append(RequestSession(at * SECOND, (spec,)))
+    return OpenLoop(tuple(sessions))
+
+
+@given(loops())
+def test_a_replay_shares_as_many_blocks_as_the_run(loop: OpenLoop) -> None:
+    specs = [session.requests[0] for session in loop.sessions]
+    runs = [RequestRun(n, spec, EPOCH + n * SECOND, print) for n, spec in enumerate(specs)]
+    result = SimulationResult(
+        runs, ITLHistogram(), EPOCH, EPOCH, 0.0, (), (), {}, (), 0, (0, 0)
+    )  # fmt: skip
+    rows = list(simulated_rows(result, loop))
+    played = [session.requests[0] for session in from_trace(of_rows(rows)).sessions]
+    assert [(p.prompt_tokens, p.output_tokens) for p in played] == [
+        (spec.prompt_tokens, spec.output_tokens) for spec in specs
+    ]
+    assert shared(played) == shared(specs)
+
+
+def shared(specs: list[RequestSpec]) -> list[int]:
+    """Blocks of 16 tokens that each two prompts have in common at their beginning."""
+    hashes = [block_hashes(spec, number, 16) for number, spec in enumerate(specs)]
+    counts = []
+    for one, other in combinations(hashes, 2):
+        size = min(len(one), len(other))
+        same = (one[:size] == other[:size]).all(axis=1)
+        counts.append(size if same.all() else int(same.argmin()))
+    return counts
