@@ -163,6 +163,13 @@ def test_points_that_a_search_found_are_what_a_simulation_reads(tmp_path: Path) 
     assert CliRunner().invoke(app, ["frontier"]).exit_code == 2
 
 
+def test_a_workload_that_no_setting_serves_is_refused() -> None:
+    tiny = Setup(timing=LAW, blocks=2, max_seqs=32, max_batched_tokens=1024)
+    loop = renewal(RequestLengths(input=(500, 500), output=(8, 8)), 12.0, 1.0, 40, 0.0, 0)
+    with pytest.raises(ConfigError, match="no request is served under any settings"):
+        find_frontier(search(workloads=[loop], setup=tiny))
+
+
 def test_an_unknown_policy_setting_is_not_searched() -> None:
     plain = search(control=ControlConfig(policy="least-loaded")).entrants()
     assert plain[0] == OperatingPoint()

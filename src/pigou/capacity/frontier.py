@@ -246,6 +246,11 @@ def _halve(
         ]  # fmt: skip
         evaluated |= {_key(entry.point): entry for entry in entries}
         left = [entry.point for entry in _better(entries, search.slo)]
+    if not any(entry.figures.output_tok_s for entry in entries):
+        raise ConfigError(
+            "workload: no request is served under any settings; give workers more --blocks, or "
+            "shorter prompts"
+        )
     beaten = dominated(np.array([entry.figures.objectives for entry in entries])).tolist()
     for entry, is_beaten in zip(entries, beaten, strict=True):
         final = msgspec.structs.replace(entry, final=True, dominated=is_beaten)
