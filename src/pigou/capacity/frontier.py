@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from statistics import fmean
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -152,7 +152,7 @@ class FrontierSearch:
         points = [OperatingPoint(), *(_point(row) for row in rows)]
         return list({_key(point): point for point in points}.values())
 
-    def run(self, trial: PointTrial) -> tuple[PointFigures, tuple[float, float]]:
+    def run(self, trial: PointTrial) -> Outcome:
         """Return a simulation's figures, and its shares of time Below and Saturated."""
         points = {name: msgspec.to_builtins(trial.point) for name in ("light", "heavy")}
         seed = self.control.seed + trial.seed
@@ -186,19 +186,32 @@ class PointTrial(NamedTuple):
     seed: int  # index of the workload
 
 
+#: Figures of a simulation, and its shares of time Below and Saturated.
+Outcome: TypeAlias = tuple[PointFigures, tuple[float, float]]
+Outcomes: TypeAlias = list[Outcome]
+Run: TypeAlias = Callable[[str, Sequence[PointTrial]], Outcomes]
+
+
 def find_frontier(
     search: FrontierSearch, executor: Executor | None = None, watch: Watch = lambda *_: None
 ) -> Frontier:
     """Return the frontiers of a light and a heavy load, with the chosen points."""
-    loads = _loads(search, executor, watch)
-    regimes = {name: _halve(search, name, *loads[name], executor, watch) for name in loads}
+
+    def run(stage: str, trials: Sequence[PointTrial]) -> Outcomes:
+        watch(stage, 0, len(trials))
+        done: Outcomes = []
+        for result in (map if executor is None else executor.map)(search.run, trials):
+            done.append(result)
+            watch(stage, len(done), len(trials))
+        return done
+
+    loads = _loads(search, run)
+    regimes = {name: _halve(search, name, *loads[name], run) for name in loads}
     percentile = PERCENTILE if search.slo is None else search.slo.percentile
     return Frontier(percentile=percentile, regimes=regimes).choose(search.slo)
 
 
-def _loads(
-    search: FrontierSearch, executor: Executor | None, watch: Watch
-) -> dict[str, tuple[float, float]]:
+def _loads(search: FrontierSearch, run: Run) -> dict[str, tuple[float, float]]:
     """Return the light and the heavy load, each with the share of time in its regime.
 
     Light is the most, up to the workload's own, that is Below nearly always; heavy the least, from
@@ -208,7 +221,7 @@ def _loads(
         PointTrial(OperatingPoint(), load, search.requests, seed)
         for load in LOADS for seed in range(len(search.workloads))
     ]  # fmt: skip
-    results = _run(search, "looking for a light and a heavy load", trials, executor, watch)
+    results = run("looking for a light and a heavy load", trials)
     regimes = np.array([shares for _, shares in results]).reshape(len(LOADS), -1, 2).mean(axis=1)
     (below, saturated), own = regimes.T, LOADS.index(1.0)
     quiet = np.flatnonzero(below[: own + 1] >= _BELOW)
@@ -223,10 +236,7 @@ def _loads(
     }
 
 
-def _halve(
-    search: FrontierSearch, name: str, load: float, share: float, executor: Executor | None,
-    watch: Watch,
-) -> LoadFrontier:  # fmt: skip
+def _halve(search: FrontierSearch, name: str, load: float, share: float, run: Run) -> LoadFrontier:
     """Halve the candidates at a load, and double their requests, until a few are left."""
     left, seeds = search.entrants(), len(search.workloads)
     evaluated: dict[bytes, EvaluatedPoint] = {}
@@ -236,7 +246,7 @@ def _halve(
         trials = [
             PointTrial(point, load, requests, seed) for point in left for seed in range(seeds)
         ]
-        runs = [figures for figures, _ in _run(search, stage, trials, executor, watch)]
+        runs = [figures for figures, _ in run(stage, trials)]
         entries = [
             EvaluatedPoint(
                 point=point, figures=_mean(runs[i * seeds : (i + 1) * seeds]),
@@ -260,18 +270,6 @@ def _halve(
         key=lambda e: (e.point != OperatingPoint(), not e.final, e.dominated, e.figures.ttft_s)
     )
     return LoadFrontier(load=load, in_regime=share, points=tuple(points))
-
-
-def _run(
-    search: FrontierSearch, stage: str, trials: Sequence[PointTrial], executor: Executor | None,
-    watch: Watch,
-) -> list[tuple[PointFigures, tuple[float, float]]]:  # fmt: skip
-    watch(stage, 0, len(trials))
-    done = []
-    for result in (map if executor is None else executor.map)(search.run, trials):
-        done.append(result)
-        watch(stage, len(done), len(trials))
-    return done
 
 
 def shortened(workload: Workload, load: float, requests: int) -> Workload:
