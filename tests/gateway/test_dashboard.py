@@ -136,9 +136,10 @@ async def test_every_metric_is_documented() -> None:
     assert heading
     named = set(re.findall(r"`((?:pigou|gen_ai_server)_\w+)`", gateway))
     planner = PlannerConfig(slo="ttft=1,itl=1", planner={"planner": "static"}, interval_s=0.2)
+    points = {"light": {"max_seqs": 8}, "heavy": {"max_seqs": 8}}
+    control = ControlConfig(policy="toll", operating_points=points)
     async with running(
-        0, 0, 1, arguments=SLEEP, control=ControlConfig(policy="toll"), planner=planner,
-        prices="default",
+        0, 0, 1, arguments=SLEEP, control=control, planner=planner, prices="default"
     ) as (_, client):  # fmt: skip
         await asyncio.gather(*(client.reply(prompt=f"{i} " * 40, max_tokens=4) for i in range(30)))
         await client.post("/v1/completions", prompt="x", max_tokens=2)
