@@ -20,6 +20,7 @@ from typing import Any
 
 from pigou.config import ControlConfig
 from pigou.control.planner.planner import Planner
+from pigou.control.routing.policy import RoutingPolicy
 from pigou.objectives import Objectives, Slo
 from pigou.performance.model import PerformanceModel
 from pigou.performance.speed import RequestMix
@@ -79,11 +80,13 @@ class PlannedRun:
         itl_s = ITL_FACTOR * self.fleet.law("serial-prefill").decode(1)
         return f"ttft={TTFT_PROMPTS * self.prompt_s:g},itl={itl_s:g}"
 
-    def simulation(self, seed: int, planner: Planner | None = None) -> Simulation:
-        """Return the run of a seed; `planner` takes the place of the named one."""
+    def simulation(
+        self, seed: int, planner: Planner | None = None, policy: RoutingPolicy | None = None
+    ) -> Simulation:
+        """Return the run of a seed; `planner` and `policy` take the place of the named ones."""
         if planner is None:
             planner = self.make_planner(seed)
-        return self._simulation(seed, planner)
+        return self._simulation(seed, planner, policy)
 
     def make_planner(self, seed: int) -> Planner:
         """Return the planner, assuming a lag of `assumed_lag_s`."""
@@ -107,7 +110,9 @@ class PlannedRun:
         named = {"planner": self.planner, **self.params}
         return ScalingConfig(slo=self.slo, planner=named, max_workers=self.max_workers)
 
-    def _simulation(self, seed: int, planner: Planner | None) -> Simulation:
+    def _simulation(
+        self, seed: int, planner: Planner | None, policy: RoutingPolicy | None = None
+    ) -> Simulation:
         law = self.fleet.law("serial-prefill")
         timing = (
             f"law:itl_a={law.itl_a!r},itl_b={law.itl_b!r},prefill_token={self.prompt_s / PROMPT!r}"
@@ -127,7 +132,7 @@ class PlannedRun:
             Setup(model=self.fleet.model, gpu="B200", tp=self.fleet.tp, timing=timing,
                   blocks=BLOCKS),
             control, ClientConfig(timeout=PATIENCE_S), seed=seed, assess_every=_ASSESS_S,
-            scaling=scaling, planner=planner,
+            policy=policy, scaling=scaling, planner=planner,
         )  # fmt: skip
 
 
@@ -143,6 +148,7 @@ def planned_figures(simulation: Simulation) -> Row:
         "ttft_p99_s": document["ttft_s"]["p99"], "itl_p99_s": document["itl_s"]["p99"],
         "poa_legacy": document["poa"]["legacy"], "poa": document["poa"]["whole"],
         "rps": document["throughput_rps"], "attained": document["slo"]["attained"],
+        "ttft_mean_s": document["ttft_s"]["mean"], "e2e_mean_s": document["e2e_s"]["mean"],
         "hits": document["prefix_hit_ratio"], "gpu_hours": planner["gpu_hours"],
         "moves": planner["moves"], "reversals": planner["reversals"],
         "settle_s": planner["settle_s"], "replicas": planner["replicas"],

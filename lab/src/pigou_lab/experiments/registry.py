@@ -114,7 +114,8 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "three-games": Experiment(
         "planner, router and cache: each coupling switched off in turn",
         three_games.three_games, lambda rows, *_: three_games.verdict(rows),
-        1, three_games.LEVELS, ("arm", "attained", "gpu_hours", "hits", "poa", "moves"),
+        5, three_games.LEVELS,
+        ("arm", "attained", "gpu_hours", "ttft_mean_s", "e2e_mean_s", "hits", "moves"),
         reads=False,
     ),
     "gateways": Experiment(

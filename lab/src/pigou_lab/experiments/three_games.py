@@ -1,12 +1,13 @@
 """Planner, router and cache coupled, and each coupling switched off in turn.
 
-Load triples and falls again; prompts share a few templates.
+Load triples and falls again, in bursts shorter than a start; prompts share a few templates.
 | row | what is off |
 |---|---|
 | coupled | nothing: `toll` routes, `price` plans, prefixes are cached |
 | router without cache | routing ignores prefixes (`least-loaded`) |
+| router without KV price | routes do not pay for the blocks that theirs push out (`toll_memory`) |
 | planner without cache | the planner sees no hits and no cached tokens |
-| planner without router | the planner sees no Price of Anarchy and no better split |
+| planner without routes | the planner does not see where routes want prompts computed |
 | no cache | prefixes are not cached |
 | anarchy | the Price of Anarchy alone drives the planner (`AnarchyPlanner`) |
 | static | the fleet stays as it is |
@@ -19,9 +20,13 @@ from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
+from scipy.special import stdtrit
 
 from pigou.control.planner.messages import Action, FlipRole, PlannerDecision
 from pigou.control.planner.planner import Planner
+from pigou.control.routing.policy import CostTable, RequestView
+from pigou.control.routing.toll.policy import Toll
+from pigou.control.routing.view import Candidates, FleetView
 from pigou.request import Role
 from pigou.sim.arrival_rate import RateSchedule
 from pigou.windows.planner_window import PlannerWindow, WorkerState
@@ -30,10 +35,12 @@ from pigou_lab.experiments.planned_fleet import PlannedRun, mean_row, planned_fi
 from pigou_lab.experiments.results import Row
 
 #: Load in per cent of what three prefill workers compute without hits.
-LEVELS = (90,)
+LEVELS = (75,)
 START, WORKERS, SECONDS, TEMPLATES = (2, 2), 8, 900.0, 60
 #: Seconds from one burst to the next, and its rate over the mean for a third of them.
 BURST_S, BURST = 60.0, 2.0
+#: Figures whose differences are shown.
+COMPARED = ("attained", "gpu_hours", "ttft_mean_s", "e2e_mean_s")
 #: Price of Anarchy that changes the split, and the windows in a row that must exceed it.
 _ANARCHY, _WINDOWS = 1.02, 6
 
@@ -86,7 +93,7 @@ class AnarchyPlanner:
 
 
 class BlindPlanner:
-    """Hides hits and cached tokens (`cache`), or Price of Anarchy and split, from a planner."""
+    """Hides hits and cached tokens (`cache`), or where routes want prompts, from a planner."""
 
     name: ClassVar[str] = "blind"
     Params: ClassVar[type[msgspec.Struct]] = NoAnarchyParams
@@ -96,32 +103,47 @@ class BlindPlanner:
 
     def observe(self, window: PlannerWindow) -> None:
         """Pass on the visible part."""
-        self._inner.observe(hide_cache(window) if self._cache else hide_anarchy(window))
+        self._inner.observe(hide_cache(window) if self._cache else hide_routes(window))
 
     def tick(self, now_ns: int) -> PlannerDecision:
         """Return the decision of the inner planner."""
         return self._inner.tick(now_ns)
 
 
+class FreeMemoryToll(Toll):
+    """The toll where KV memory has no price."""
+
+    @property
+    def full_price(self) -> bool:
+        """False: the true price has a toll on memory."""
+        return False
+
+    def parts(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> CostTable:
+        """Return the parts of the toll, as if nothing evicted came back."""
+        free = np.zeros(len(fleet.ids))
+        return super().parts(
+            request, msgspec.structs.replace(fleet, recomputed_share=free), candidates
+        )
+
+
 def hide_cache(window: PlannerWindow) -> PlannerWindow:
     """Return a window without hits and cached tokens."""
-    replace = msgspec.structs.replace
-    pools = tuple(
-        replace(pool, workers=tuple(replace(w, cached_tokens=None) for w in pool.workers))
-        for pool in window.pools
-    )
-    loads = tuple(replace(load, hit_rate=None) for load in window.loads)
-    return replace(window, pools=pools, loads=loads)
+    loads = tuple(msgspec.structs.replace(load, hit_rate=None) for load in window.loads)
+    return msgspec.structs.replace(_without(window, "cached_tokens"), loads=loads)
 
 
-def hide_anarchy(window: PlannerWindow) -> PlannerWindow:
-    """Return a window without the Price of Anarchy and the better split."""
+def hide_routes(window: PlannerWindow) -> PlannerWindow:
+    """Return a window without the tokens that routes bring to workers."""
+    return _without(window, "routed_tokens")
+
+
+def _without(window: PlannerWindow, figure: str) -> PlannerWindow:
     replace = msgspec.structs.replace
     pools = tuple(
-        replace(pool, workers=tuple(replace(w, routed_tokens=None) for w in pool.workers))
+        replace(pool, workers=tuple(replace(w, **{figure: None}) for w in pool.workers))
         for pool in window.pools
     )
-    return replace(window, pools=pools, price_of_anarchy={}, better_prefill={})
+    return replace(window, pools=pools)
 
 
 def three_games(
@@ -138,8 +160,9 @@ def three_games(
 ARMS: Mapping[str, Mapping[str, Any]] = {
     "coupled": {},
     "router without cache": {"policy": "least-loaded"},
+    "router without KV price": {},
     "planner without cache": {},
-    "planner without router": {},
+    "planner without routes": {},
     "no cache": {"caching": False},
     "anarchy": {"planner": "static"},
     "static": {"planner": "static"},
@@ -153,7 +176,7 @@ def _simulation(fleet: PaperFleet, level: int, name: str, seed: int) -> Any:
         planner = AnarchyPlanner()
     elif name.startswith("planner without"):
         planner = BlindPlanner(planner, cache=name.endswith("cache"))
-    return made.simulation(seed, planner)
+    return made.simulation(seed, planner, FreeMemoryToll() if name.endswith("KV price") else None)
 
 
 def coupled_run(fleet: PaperFleet, level: int, changes: Mapping[str, Any]) -> PlannedRun:
@@ -179,13 +202,25 @@ def bursts(high: float) -> RateSchedule:
 
 
 def verdict(rows: Sequence[Row]) -> Mapping[str, Any]:
-    """Return attainment and GPU-hours of each row, less those of the coupled one."""
+    """Return what each row differs by from the coupled one: the mean, and half of its 95% interval.
+
+    Differences are of runs of the same seed, and the interval Student's; 0 for one seed.
+    """
     coupled = {row["concurrency"]: row for row in rows if row["arm"] == "coupled"}
     return {
         f"{row['arm']}_at_{row['concurrency']}": {
-            "attained_difference": row["attained"] - coupled[row["concurrency"]]["attained"],
-            "gpu_hours_ratio": row["gpu_hours"] / coupled[row["concurrency"]]["gpu_hours"],
+            name: _difference(row["runs"], coupled[row["concurrency"]]["runs"], name)
+            for name in COMPARED
         }
         for row in rows
         if row["arm"] != "coupled"
     }
+
+
+def _difference(runs: Sequence[Row], others: Sequence[Row], name: str) -> list[float]:
+    differences = np.array(
+        [run[name] - other[name] for run, other in zip(runs, others, strict=True)]
+    )
+    count = len(differences)
+    half = stdtrit(count - 1, 0.975) * differences.std(ddof=1) / count**0.5 if count > 1 else 0.0
+    return [float(differences.mean()), float(half)]
