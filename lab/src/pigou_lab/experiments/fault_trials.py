@@ -49,17 +49,28 @@ def run_trial(mode: int, seed: int) -> list[FleetObservation]:
     """Return the windows of a mode's trial; of the healthy fleet for mode 0."""
     rng = Random(f"{mode}/{seed}")
     trial = TRIALS[mode](rng)
-    fleet = FleetConfig(workers=(trial.group,))
-    control = msgspec.structs.replace(trial.control, seed=seed)
-    simulation = Simulation(
-        OpenLoop(trial.sessions), fleet, trial.setup, control, trial.client, seed=seed
-    )
-    if trial.prepare is not None:
-        trial.prepare(simulation)
+    simulation = _simulation(trial, seed)
     observer = WindowObserver(simulation)
     simulation.run()
     windows = list(observer.windows)
     return windows if trial.inject is None else trial.inject(windows, rng)
+
+
+def simulate(mode: int, seed: int, assess_every: float) -> Simulation:
+    """Return a mode's trial before it runs; the Price of Anarchy is assessed periodically."""
+    return _simulation(TRIALS[mode](Random(f"{mode}/{seed}")), seed, assess_every)
+
+
+def _simulation(trial: FaultTrial, seed: int, assess_every: float = 60.0) -> Simulation:
+    fleet = FleetConfig(workers=(trial.group,))
+    control = msgspec.structs.replace(trial.control, seed=seed)
+    simulation = Simulation(
+        OpenLoop(trial.sessions), fleet, trial.setup, control, trial.client, seed=seed,
+        assess_every=assess_every,
+    )  # fmt: skip
+    if trial.prepare is not None:
+        trial.prepare(simulation)
+    return simulation
 
 
 # --- loads ------------------------------------------------------------------------------------

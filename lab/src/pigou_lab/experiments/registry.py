@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from pigou_lab.experiments import (
     adaptive,
+    anarchy_alerts,
     costs,
     counterfactual,
     equilibria,
@@ -116,6 +117,13 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         three_games.three_games, lambda rows, *_: three_games.verdict(rows),
         5, three_games.LEVELS,
         ("arm", "attained", "gpu_hours", "ttft_mean_s", "e2e_mean_s", "hits", "moves"),
+        reads=False,
+    ),
+    "alerts": Experiment(
+        "fault trials by mode: leads of alerts, the Price of Anarchy among them",
+        anarchy_alerts.alerts, lambda rows, *_: anarchy_alerts.leads(rows), 3,
+        anarchy_alerts.MODES,
+        ("fault", "broken", "anarchy_lead_s", "queue_lead_s", "late_lead_s", "anarchy_false"),
         reads=False,
     ),
     "gateways": Experiment(

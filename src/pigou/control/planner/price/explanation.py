@@ -86,7 +86,7 @@ class DecisionExplanation:
             pools=tuple(plans),
             alternatives=tuple(alternatives),
             shadow_price=shadow_price,
-            reasons=(*hot, *better_splits(window, supplies)),
+            reasons=tuple(hot),
         )
 
     def _latency(self, plan: ModelPlan, pool: PoolWindow, count: int) -> PoolLatency:
@@ -174,22 +174,6 @@ def _forecasts(window: PlannerWindow, models: Mapping[str, ModelState]) -> tuple
         )
         for name, load in loads.items()
     )
-
-
-def better_splits(window: PlannerWindow, supplies: Mapping[str, int]) -> list[str]:
-    """Return how the routing game's optimal split, which counts delay alone, differs."""
-    reasons = []
-    for model, better in window.better_prefill.items():
-        pools = [p for p in window.pools if p.model == model and p.role is Role.PREFILL]
-        present = sum(supplies[pool.name] for pool in pools)
-        if pools and better != present:
-            poa = window.price_of_anarchy.get(model)
-            known = "" if poa is None else f", Price of Anarchy {poa:.2f}"
-            reasons.append(
-                f"{pools[0].name}: routing alone would do best with {better} of these workers"
-                f" instead of {present}{known}"
-            )
-    return reasons
 
 
 def hot_workers(window: PlannerWindow) -> tuple[RebalancePool, ...]:
