@@ -112,7 +112,10 @@ class LoadBand:
             if top < floor:
                 return self._set(0.5 * (top + self._planned))
         is_off = abs(self.margin - self._planned_margin) > self._params.up
-        return (is_off or self._mix_moved()) and self._set(self._planned)
+        if not (is_off or self._mix_moved()):
+            return False
+        # Other lengths buy nothing for a load that `hold_s` did not see.
+        return self._set(min(self._planned, max(self._uppers)) if full else self._planned)
 
     def _foreseen_rps(self) -> float:
         rps = self.estimate.rps
