@@ -16,7 +16,7 @@ from tests.gateway.stub import Stub
 from pigou.config import ControlConfig
 from pigou.fleet.live_fleet import LiveFleet
 from pigou.fleet.serve import Serving
-from pigou.request import EngineLimits
+from pigou.request import EngineLimits, Role
 from pigou.workload.journal_file import lines
 from pigou.workload.journal_replay import replay_journal
 
@@ -114,6 +114,10 @@ async def test_an_engine_that_is_not_pigou_s_gets_fewer_streams_and_says_what_it
             "refused": "its engine keeps the limits that it was started with",
         }  # fmt: skip
         assert driver.plane.state.columns.max_seqs.tolist() == [3]
+        driver.flip("vllm-0", Role.PREFILL)  # its prompts stall no stream
+        await until(client, lambda rows: not any(rows["vllm-0"]["limits"].values()))
+        driver.flip("vllm-0", Role.BOTH)
+        await until(client, lambda rows: rows["vllm-0"]["limits"]["max_seqs"] == 3)
         driver.limits.set_fleet(EngineLimits())
         await until(client, lambda rows: not any(rows["vllm-0"]["limits"].values()))
         assert driver.plane.state.columns.max_seqs.tolist() == [0]

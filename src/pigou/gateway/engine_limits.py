@@ -41,7 +41,7 @@ class EngineLimiter:
         id = upstream.worker.id
         self.down(id)
         self._upstreams[id] = upstream, upstream.worker.max_seqs
-        self._set(id)
+        self.follow(id)
 
     def down(self, id: str) -> None:
         """Forget a worker."""
@@ -56,7 +56,7 @@ class EngineLimiter:
         """Set the limits of all workers that decode, later ones too."""
         self._fleet = limits
         for id in self._upstreams:
-            self._set(id)
+            self.follow(id)
 
     def plan(self, id: str, limits: EngineLimits) -> None:
         """Set a planner's limits of a worker; None keeps one."""
@@ -64,7 +64,7 @@ class EngineLimiter:
         planned = limits.over(old)
         if id in self._upstreams and planned != old:
             self._planned[id] = planned
-            self._set(id)
+            self.follow(id)
 
     def view(self, id: str) -> dict[str, Any] | None:
         """Return a worker's limits, and why others are not in force; None if never set."""
@@ -78,7 +78,8 @@ class EngineLimiter:
         fleet = self._fleet if decodes else EngineLimits()
         return self._planned.get(id, EngineLimits()).over(fleet)
 
-    def _set(self, id: str) -> None:
+    def follow(self, id: str) -> None:
+        """Let a worker have what is wanted of its present role."""
         task, known = self._tasks.get(id), id in self.in_force or id in self.refused
         if (task is not None and not task.done()) or (
             not known and self._wanted(id) == EngineLimits()

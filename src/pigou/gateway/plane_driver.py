@@ -199,6 +199,7 @@ class PlaneDriver:
         upstream = self.upstreams[worker]
         upstream.worker = replace(upstream.worker, role=role)
         self.observe(WorkerUp(upstream.worker))
+        self.limits.follow(worker)
 
     def _resize(self, upstream: Upstream, max_seqs: int) -> None:
         """Tell the plane how many streams a worker takes from now on."""
