@@ -32,8 +32,8 @@ A worker's prefill seconds vary by N Var[z] + Var[N] E[z]^2, by random or by equ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from scipy.special import log_ndtr, ndtr
@@ -49,8 +49,10 @@ _ALIGNMENT = 1.5
 #: Steps before a request has its token on a decode worker, as simulated: the current one, those
 #: planned ahead, and its own.
 _JOINING = 4.0
-#: Bisections of a rate, and of a quantile.
-_RATE_HALVINGS, _QUANTILE_HALVINGS = 14, 26
+#: Bisections of a rate.
+_RATE_HALVINGS = 14
+#: Least tokens of a stream in the table of steps.
+_MIN_CONTEXT = 64
 #: Variance of one server's part when an exact number is split in turn.
 _IN_TURN = 1.0 / 6.0
 
@@ -63,8 +65,6 @@ class PromptWork:
     mean_s: float = 0.0  # seconds one takes from its worker's streams
     square_s2: float = 0.0  # mean of their squares
     arrival_scv: float = 1.0  # variance of interarrival times over the squared mean
-    # added by simultaneous prompts: one value, or per class of streams
-    cluster_s2: float | np.ndarray = 0.0
 
     @property
     def busy(self) -> float:
@@ -76,7 +76,7 @@ class PromptWork:
         count = self.rate_rps * seconds / workers
         free = 1.0 + (self.arrival_scv - 1.0) / workers
         counts = np.minimum(count * free, count * self.arrival_scv / workers + _IN_TURN)
-        unlike = self.square_s2 - self.mean_s**2 + self.cluster_s2
+        unlike = self.square_s2 - self.mean_s**2
         variance: np.ndarray = count * unlike + counts * self.mean_s**2
         return variance
 
@@ -111,14 +111,12 @@ class PoolLoad:
     ) -> None:  # fmt: skip
         self._performance, self._role, self.classes = performance, role, classes
         self.arrival_scv = arrival_scv  # variance of gaps over their squared mean
-        pairs = zip(classes.computed.tolist(), classes.prompts.tolist(), strict=True)
-        seconds = [self._seconds(tokens, prompt) for tokens, prompt in pairs]
-        self.prompt_s = np.array(seconds)  # prefill of each class on one worker, (classes,)
-        transfers_s = performance.transfer_token_s * classes.prompts
-        self.overheads_s = performance.overhead_s + transfers_s
+        # prefill of each class on one worker, (classes,)
+        self.prompt_s = self.prefill_s(classes.computed, classes.prompts)
+        self.overheads_s = self.transfers_s(classes.prompts)
         self.chunks = np.ceil(classes.computed / performance.chunk_tokens)
         self._mean_s = float(classes.shares @ self.prompt_s)
-        self.filling_s = self._fillings_s()
+        self._filling_s = self._fillings_s()
         counts = doubling(1, performance.max_seqs)
         itl_s = performance.decode.itl_s
         self._steps = [(float(n), itl_s(float(n), classes.context)) for n in counts]
@@ -137,10 +135,37 @@ class PoolLoad:
         mean = float(self.classes.shares @ computed)
         return np.minimum(room, mean) * (self._mean_s / mean)
 
-    def _seconds(self, computed: float, prompt: float) -> float:
+    @property
+    def kv_tokens(self) -> float:
+        """KV tokens of a worker."""
+        return self._performance.kv_tokens
+
+    @cached_property
+    def step_table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Streams, tokens of each, and seconds of a step, (tokens, streams)."""
+        streams = doubling(1, max(self._performance.max_seqs, 2))
+        contexts = doubling(_MIN_CONTEXT, 2 * int(self.classes.prompts.max()) + _MIN_CONTEXT)
+        itl_s = self._performance.decode.itl_s
+        seconds = [[itl_s(float(n), float(context)) for n in streams] for context in contexts]
+        return np.array(streams, float), np.array(contexts, float), np.array(seconds)
+
+    def transfers_s(self, prompts: np.ndarray) -> np.ndarray:
+        """Return TTFT of prompts besides queue and prefill."""
+        model = self._performance
+        overheads_s: np.ndarray = model.overhead_s + model.transfer_token_s * prompts
+        return overheads_s
+
+    def prefill_s(self, computed: np.ndarray, prompts: np.ndarray) -> np.ndarray:
+        """Return prefill seconds of prompts' uncached tokens on one worker."""
         speed = self._performance.prefill
-        after_cached_s = speed.seconds(prompt, prompt) - speed.seconds(prompt - computed, prompt)
-        return max(speed.seconds(computed, prompt), after_cached_s)
+        known: dict[tuple[float, float], float] = {}
+        pairs = list(zip(computed.tolist(), prompts.tolist(), strict=True))
+        for tokens, prompt in pairs:
+            if (tokens, prompt) not in known:
+                cached_s = speed.seconds(prompt - tokens, prompt)
+                after_cached_s = speed.seconds(prompt, prompt) - cached_s
+                known[tokens, prompt] = max(speed.seconds(tokens, prompt), after_cached_s)
+        return np.array([known[pair] for pair in pairs])
 
     # --- decode ---------------------------------------------------------------------------------
 
@@ -148,9 +173,9 @@ class PoolLoad:
         """Return the seconds of a decode step of `streams` streams."""
         return interpolate(self._steps, max(streams, 1.0))
 
-    def streams(self, rate_rps: float, workers: int, prompts: PromptWork | None = None) -> float:
+    def streams(self, rate_rps: float, workers: int) -> float:
         """Return mean streams per worker; infinity in overload."""
-        rho = self._prompts(rate_rps, prompts).busy / workers
+        rho = self._prompts(rate_rps).busy / workers
         key = (rate_rps, workers, rho)
         if self._last_streams[0] != key:
             self._last_streams = (key, self._solve_streams(*key))
@@ -169,31 +194,25 @@ class PoolLoad:
         streams = self.streams(rate_rps, workers)
         if self._role is not Role.DECODE or math.isinf(streams):
             return 0.0
-        return self.joining_of(streams)
-
-    def joining_of(self, streams: float) -> float:
-        """Return the same at `streams` streams per worker."""
         return _JOINING * self.step_s(streams) - self.step_s(1.0)
 
-    def mixed_service_s(self, streams: float) -> np.ndarray:
+    def _mixed_service_s(self, streams: float) -> np.ndarray:
         """Return prefill seconds of each class on a worker with `streams` streams."""
         step_s = self.step_s(streams)
         more_s = self.chunks * (step_s - self.step_s(1.0))
         return self.prompt_s + more_s + _ALIGNMENT * (1.0 - math.exp(-streams)) * step_s
 
-    def _prompts(self, rate_rps: float, prompts: PromptWork | None) -> PromptWork:
-        if prompts is None and self._role is Role.BOTH:
+    def _prompts(self, rate_rps: float) -> PromptWork:
+        if self._role is Role.BOTH:
             return PromptWork(rate_rps, *self._stall, self.arrival_scv)
-        return prompts or _NO_PROMPTS
+        return _NO_PROMPTS
 
-    def _itl(
-        self, rate_rps: float, workers: int, prompts: PromptWork | None = None
-    ) -> tuple[float, np.ndarray, float]:
+    def _itl(self, rate_rps: float, workers: int) -> tuple[float, np.ndarray, float]:
         """Return mean ITL (infinity in overload), its deviation by class, share with a slot."""
-        streams = self.streams(rate_rps, workers, prompts)
+        streams = self.streams(rate_rps, workers)
         if math.isinf(streams):
             return math.inf, np.zeros(len(self.classes.outputs)), 0.0
-        work = self._prompts(rate_rps, prompts)
+        work = self._prompts(rate_rps)
         slack = 1.0 - work.busy / workers
         step = self.step_s(streams)
         rise = (self.step_s(1.001 * streams) - self.step_s(0.999 * streams)) / (0.002 * step)
@@ -207,13 +226,11 @@ class PoolLoad:
         variances = work.variance_s2(outputs * mean, workers) / (outputs * slack) ** 2
         return mean, np.sqrt(neighbours**2 + variances), slots
 
-    def itl_share(
-        self, rate_rps: float, workers: int, itl_s: float, prompts: PromptWork | None = None
-    ) -> float:
+    def itl_share(self, rate_rps: float, workers: int, itl_s: float) -> float:
         """Return the share of requests whose mean ITL is within `itl_s`."""
         if not self._role.decodes:
             return 1.0
-        mean, deviations, slots = self._itl(rate_rps, workers, prompts)
+        mean, deviations, slots = self._itl(rate_rps, workers)
         if math.isinf(mean):
             return 0.0
         inside = _inverse_gaussian(itl_s, mean, np.maximum(deviations, 1e-3 * mean))
@@ -227,7 +244,7 @@ class PoolLoad:
         streams = self.streams(rate_rps, workers)
         if math.isinf(streams):
             return np.full(len(self.prompt_s), math.inf)
-        return self.mixed_service_s(streams)
+        return self._mixed_service_s(streams)
 
     def _wait(self, rate_rps: float, workers: int, services: np.ndarray) -> tuple[float, float]:
         """Return the probability of a wait, and its mean given one; infinity in overload."""
@@ -248,43 +265,9 @@ class PoolLoad:
         probability, wait_s = self._wait(rate_rps, workers, services)
         if math.isinf(wait_s):
             return 0.0
-        left = ttft_s - more_s - self.overheads_s - services - probability * self.filling_s
+        left = ttft_s - more_s - self.overheads_s - services - probability * self._filling_s
         inside = np.where(left > 0, 1.0 - probability * np.exp(-np.maximum(left, 0) / wait_s), 0.0)
         return float(self.classes.shares @ inside)
-
-    def mean_ttft_s(self, rate_rps: float, workers: int) -> float:
-        """Return the mean TTFT of this pool's prompts."""
-        if not self._role.prefills:
-            return 0.0
-        services = self._services(rate_rps, workers)
-        probability, wait_s = self._wait(rate_rps, workers, services)
-        taken = services + self.overheads_s + probability * self.filling_s
-        return probability * wait_s + float(self.classes.shares @ taken)
-
-    # --- both -----------------------------------------------------------------------------------
-
-    def ttft_quantile_s(
-        self, rate_rps: float, workers: int, share: float, more_s: float = 0.0
-    ) -> float:
-        """Return a quantile of TTFT; infinity in overload."""
-        if not self._role.prefills:
-            return 0.0
-        return quantile_s(lambda t: self.ttft_share(rate_rps, workers, t, more_s), share)
-
-    def itl_quantile_s(
-        self, rate_rps: float, workers: int, share: float, prompts: PromptWork | None = None
-    ) -> float:
-        """Return a quantile of ITL over requests with a slot; infinity in overload."""
-        if not self._role.decodes:
-            return 0.0
-        mean, _, slots = self._itl(rate_rps, workers, prompts)
-        if math.isinf(mean):
-            return math.inf
-        return quantile_s(lambda t: self.itl_share(rate_rps, workers, t, prompts) / slots, share)
-
-    def mean_itl_s(self, rate_rps: float, workers: int, prompts: PromptWork | None = None) -> float:
-        """Return mean ITL in seconds; 0.0 for a prefill pool."""
-        return self._itl(rate_rps, workers, prompts)[0] if self._role.decodes else 0.0
 
     def limit_rps(self, workers: int, slo: Slo, share: float, more_s: float = 0.0) -> float:
         """Return the most requests a second with `share` inside; `more_s` of TTFT is elsewhere."""
@@ -297,9 +280,10 @@ class PoolLoad:
 
         if workers < 1 or not inside(1e-9):
             return 0.0
-        return halved(0.0, self._highest_rps(workers), inside, _RATE_HALVINGS)[0]
+        return halved(0.0, self.highest_rps(workers), inside, _RATE_HALVINGS)[0]
 
-    def _highest_rps(self, workers: int) -> float:
+    def highest_rps(self, workers: int) -> float:
+        """Return the prompts and the streams that the workers can take, whatever the wait."""
         rates = []
         if self._role.prefills:
             rates.append(workers / self._mean_s)
@@ -317,13 +301,3 @@ def _inverse_gaussian(x: float, mean: float, deviation: np.ndarray) -> np.ndarra
     above = np.exp(2.0 * shape / mean + log_ndtr(-root * (x / mean + 1.0)))
     below: np.ndarray = ndtr(root * (x / mean - 1.0)) + above
     return below
-
-
-def quantile_s(share_within: Callable[[float], float], share: float) -> float:
-    """Return the seconds within which `share` of requests lie; infinity in overload."""
-    high = 1e-3
-    while share_within(high) < share:
-        high *= 2.0
-        if high > 1e5:
-            return math.inf
-    return halved(0.0, high, lambda s: share_within(s) < share, _QUANTILE_HALVINGS)[1]

@@ -1,7 +1,8 @@
-"""Analytic pass: figures of pools at a load, by the planner's performance models.
+"""Analytic pass: figures of fleets at a load, by the planner's performance models.
 
-Step times are those of the roofline; waits are quantiles of M/G/c; streams of a decode pool
-fluctuate as those of a shared station (`pigou.performance.model`).
+Step times are those of the roofline. Limits of pools are quantiles of M/G/c and of a shared station
+(`pigou.performance.pool_load`); those of fleets, and figures, replay the requests themselves
+(`pigou.performance.fleet_replay`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
+import numpy as np
 
 from pigou.capacity.plan.demand import Demand
 from pigou.config import ConfigError, EngineConfig
@@ -19,10 +21,10 @@ from pigou.models.architecture import Architecture
 from pigou.models.gpus import PowerModel, kv_blocks
 from pigou.models.gpus import gpu as gpu_named
 from pigou.objectives import Slo
+from pigou.performance.fleet_replay import ReplayedFleet, ReplayedPrompts, StepTable, replay
 from pigou.performance.model import PerformanceModel, joint_share
 from pigou.performance.pool_load import PoolLoad
 from pigou.performance.speed import RequestMix
-from pigou.performance.split_load import SplitLoad
 from pigou.request import Role
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.network import LinkConfig
@@ -36,8 +38,17 @@ _BLOCK_TOKENS, _MEASURED_SEQS, _MIN_TOKENS = 16, 512, 128
 _EXACT_SIZES = 4
 #: Steps of the TTFT objective in which the wait for a decode worker is counted.
 _JOINING_STEPS = 50
-#: Share of the decode pool's limit from which on a prefill pool's does not bound a fleet.
-_AMPLE = 0.98
+#: Largest share of a decode worker's time that prompts take.
+_MAX_BUSY = 0.9
+#: Requests of a replay besides those before and after them, in mean request lifetimes.
+_REPLAYED, _BEFORE, _AFTER = 300, 1.2, 1.0
+#: Longest lifetime that is waited for, in seconds.
+_LIFE_S = 60.0
+#: Rates that are replayed, highest first, until one holds, and bisections between the last two.
+_WIDER, _WIDER_STEPS, _HALVINGS = 1.25, 12, 6
+#: Share of the requests that may be outside which a replay keeps in hand: it knows the speeds that
+#: the router learns.
+_SPARE = 0.2
 
 
 class WorkerKind(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,6 +190,7 @@ class Analysis:
         self._measured: dict[tuple[Role, WorkerKind], PerformanceModel] = {}
         self._loads: dict[tuple[Role, WorkerKind], PoolLoad | None] = {}
         self._limits: dict[tuple[Role, WorkerKind, int, int], float] = {}
+        self._lives: dict[Configuration, float] = {}  # mean seconds of a request, last replayed
 
     def changed(self, slo: Slo, demand: Demand) -> Analysis:
         """Return the analysis for another objective and demand; keeps shared results."""
@@ -263,7 +275,7 @@ class Analysis:
     ) -> float:
         """Return the limit of a prefill and a decode pool, kind and workers each, joining included.
 
-        Prompts that decode workers compute are not counted: `local_limit_rps` takes longer.
+        Prompts that decode workers compute are not counted: `replayed_limit_rps` takes longer.
         """
         limit = self.limit_rps(Role.DECODE, *decode)
         load = self.load(decode[0], Role.DECODE)
@@ -274,28 +286,93 @@ class Analysis:
         return min(limit, self.limit_rps(Role.PREFILL, *prefill, joining_s))
 
     def highest_rps(self, configuration: Configuration) -> float:
-        """Return a rate that a prefill and a decode pool cannot exceed."""
-        prefill, decode = ((pool.kind, pool.workers) for pool in configuration.pools)
-        both = self.split_load(prefill, decode)
-        return min(self.limit_rps(Role.DECODE, *decode), both.highest_rps) if both else 0.0
-
-    def local_limit_rps(self, configuration: Configuration, floor_rps: float = 0.0) -> float:
-        """Return the limit where decode workers compute waiting prompts; exact above a floor."""
-        prefill, decode = ((pool.kind, pool.workers) for pool in configuration.pools)
-        remote, highest = self.split_limit_rps(prefill, decode), self.highest_rps(configuration)
-        both = self.split_load(prefill, decode)
-        if both is None or remote >= _AMPLE * highest:
-            return remote
-        return both.limit_rps(self.slo, joint_share(self.slo), remote, highest, floor_rps)
-
-    def split_load(
-        self, prefill: tuple[WorkerKind, int], decode: tuple[WorkerKind, int]
-    ) -> SplitLoad | None:
-        """Return a prefill and a decode pool under the demand; None where a model does not fit."""
-        first, second = self.load(prefill[0], Role.PREFILL), self.load(decode[0], Role.DECODE)
+        """Return a rate that a fleet cannot exceed."""
+        loads = [self.load(pool.kind, pool.role) for pool in configuration.pools]
+        pools = configuration.pools
+        if len(pools) == 1:
+            return loads[0].highest_rps(pools[0].workers) if loads[0] else 0.0
+        first, second = loads
         if first is None or second is None:
-            return None
-        return SplitLoad(first, second, prefill[1], decode[1])
+            return 0.0
+        shares = self.demand.classes.shares
+        highest = pools[0].workers / float(shares @ first.prompt_s)
+        stall_s = float(shares @ second.stalls_s)
+        if stall_s <= 0.0:
+            return math.inf
+        highest += _MAX_BUSY * pools[1].workers / stall_s
+        return min(self.limit_rps(Role.DECODE, pools[1].kind, pools[1].workers), highest)
+
+    def attained(self, configuration: Configuration, rate_rps: float) -> float:
+        """Return the share of replayed requests inside the objective."""
+        return self._replayed(configuration, rate_rps)[3]
+
+    def holds(self, configuration: Configuration, rate_rps: float) -> bool:
+        """Whether a replay keeps the objective, with a little to spare."""
+        share = self.slo.share
+        return self.attained(configuration, rate_rps) >= share + _SPARE * (1.0 - share)
+
+    def replayed_limit_rps(self, configuration: Configuration, highest: float) -> float:
+        """Return the highest rate that holds in a replay, `highest` at most."""
+        rates = [highest / _WIDER**step for step in range(_WIDER_STEPS if highest > 0.0 else 0)]
+        inside = next((rate for rate in rates if self.holds(configuration, rate)), 0.0)
+        outside = inside * _WIDER
+        for _ in range(_HALVINGS if 0.0 < inside < highest else 0):
+            rate = math.sqrt(inside * outside)
+            holds = self.holds(configuration, rate)
+            inside, outside = (rate, outside) if holds else (inside, rate)
+        return inside
+
+    def _replayed(
+        self, configuration: Configuration, rate_rps: float
+    ) -> tuple[float, float, float, float]:
+        """Return TTFT and ITL at the percentile, mean E2E, and the share inside the objective."""
+        first, second = configuration.pools[0], configuration.pools[-1]
+        prefill, decode = (self.load(pool.kind, pool.role) for pool in (first, second))
+        if prefill is None or decode is None:
+            return math.inf, math.inf, math.inf, 0.0
+        table, slo = self.demand.table, self.slo
+        split = first is not second
+        step_s = decode.step_s(1.0)
+        life_s = self._lives.get(configuration, 1.5 * self.demand.mix.osl * step_s)
+        count = _REPLAYED + round(rate_rps * min(life_s, _LIFE_S) * (_BEFORE + _AFTER))
+        starts_s = table.starts_s[:count] * ((self.demand.rate_rps or 1.0) / rate_rps)
+        arrivals = starts_s + table.after_s[:count] + table.places[:count] * life_s
+        order = np.argsort(arrivals, kind="stable")
+        arrivals = arrivals[order]
+        prompts, computed, outputs = (
+            column[order] for column in (table.prompts, table.computed, table.outputs)
+        )
+        local_s = decode.prefill_s(computed, prompts)
+        chunk = second.kind.chunk
+        stalls_s = np.maximum(local_s - np.ceil(computed / chunk) * step_s, 0.0)
+        transfer_s = prefill.transfers_s(prompts) - step_s if split else np.zeros(len(prompts))
+        taken_s = prefill.prefill_s(computed, prompts) if split else local_s
+        times_s = replay(
+            ReplayedPrompts(
+                arrivals, prompts, outputs, computed, taken_s, transfer_s, local_s, stalls_s
+            ),
+            StepTable(*decode.step_table),
+            ReplayedFleet(
+                first.workers if split else 0, second.workers, float(first.kind.chunk),
+                float(chunk), second.kind.max_seqs, decode.kv_tokens,
+            ),
+            rate_rps,
+        )  # fmt: skip
+        e2e_s = times_s[:, 1] - arrivals
+        self._lives[configuration] = life_s = float(e2e_s.mean())
+        life_s = min(life_s, _LIFE_S)
+        end_s = max(arrivals[-1] - _AFTER * life_s, arrivals[0])
+        begin_s = min(arrivals[0] + _BEFORE * life_s, end_s)
+        chosen = (arrivals >= begin_s) & (arrivals <= end_s)
+        if not chosen.any():
+            return math.inf, math.inf, life_s, 0.0  # in overload no request is between
+        ttft_s = (times_s[:, 0] - arrivals)[chosen]
+        several = outputs[chosen] > 1.0
+        gaps_s = (times_s[:, 1] - times_s[:, 0])[chosen] / np.maximum(outputs[chosen] - 1.0, 1.0)
+        inside = (ttft_s <= slo.ttft_s) & ((gaps_s <= slo.itl_s) | ~several)
+        itl_s = float(np.percentile(gaps_s[several], slo.percentile)) if several.any() else 0.0
+        ttft = float(np.percentile(ttft_s, slo.percentile))
+        return ttft, itl_s, float(e2e_s[chosen].mean()), float(inside.mean())
 
     def load(self, kind: WorkerKind, role: Role) -> PoolLoad | None:
         """Return a kind of workers under the demand; None where the model does not fit."""
@@ -324,32 +401,10 @@ class Analysis:
 
     def figures(self, configuration: Configuration, rate_rps: float) -> LoadFigures:
         """Return a configuration's figures at a rate, latencies at the objective's percentile."""
-        if len(configuration.pools) > 1:
-            latencies = self._split_latencies(rate_rps, *configuration.pools)
-        else:
-            latencies = self._joint_latencies(rate_rps, configuration.pools[0])
-        return self.priced(configuration, rate_rps, latencies, None)
-
-    def _joint_latencies(self, rate_rps: float, pool: PlannedPool) -> tuple[float, float, float]:
-        """TTFT and ITL at the percentile, and mean end to end, of workers that do both."""
-        load, workers, share = self.load(pool.kind, pool.role), pool.workers, self.slo.share
-        if load is None:
-            return math.inf, math.inf, math.inf
-        e2e_s = load.mean_ttft_s(rate_rps, workers)
-        e2e_s += (self.demand.mix.osl - 1.0) * load.mean_itl_s(rate_rps, workers)
-        return (
-            load.ttft_quantile_s(rate_rps, workers, share),
-            load.itl_quantile_s(rate_rps, workers, share),
-            e2e_s,
+        self._replayed(configuration, rate_rps)  # tells how long requests live
+        return self.priced(
+            configuration, rate_rps, self._replayed(configuration, rate_rps)[:3], None
         )
-
-    def _split_latencies(
-        self, rate_rps: float, prefill: PlannedPool, decode: PlannedPool
-    ) -> tuple[float, float, float]:
-        both = self.split_load((prefill.kind, prefill.workers), (decode.kind, decode.workers))
-        if both is None:
-            return math.inf, math.inf, math.inf
-        return both.latencies(rate_rps, self.slo.share)
 
     def priced(
         self, configuration: Configuration, rate_rps: float, latencies: tuple[float, float, float],

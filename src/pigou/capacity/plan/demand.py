@@ -25,11 +25,24 @@ _WINDOW = 4000
 
 
 @dataclass(frozen=True)
+class RequestTable:
+    """Requests of a workload in order of their arrival, (requests,) each."""
+
+    starts_s: np.ndarray  # start of the session
+    after_s: np.ndarray  # think times before it in its session
+    places: np.ndarray  # requests before it in its session
+    prompts: np.ndarray  # tokens
+    computed: np.ndarray  # uncached prompt tokens
+    outputs: np.ndarray  # tokens
+
+
+@dataclass(frozen=True)
 class Demand:
     """A workload as a plan is made for it."""
 
     mix: RequestMix  # means and variances of its requests
     classes: LengthClasses
+    table: RequestTable
     rate_rps: float  # requests a second; 0.0 where the plan shall find the most
     loop: OpenLoop  # the requests themselves; of a mix without a rate, at one a second
     max_tokens: int  # prompt and output of the longest request
@@ -39,7 +52,10 @@ class Demand:
         classes, mix = self.classes, self.mix
         computed = np.maximum(classes.computed * (1.0 - hit_rate) / (1.0 - mix.hit_rate), 1.0)
         changed = LengthClasses(classes.prompts, computed, classes.outputs, classes.shares)
-        return replace(self, mix=replace(self.mix, hit_rate=hit_rate), classes=changed)
+        fewer = self.table.computed * (1.0 - hit_rate) / (1.0 - mix.hit_rate)
+        table = replace(self.table, computed=np.maximum(fewer, 1.0))
+        mix = replace(self.mix, hit_rate=hit_rate)
+        return replace(self, mix=mix, classes=changed, table=table)
 
     def at(self, rate_rps: float, requests: int) -> OpenLoop:
         """Return the first requests of the workload at a rate: all times are stretched alike."""
@@ -112,7 +128,17 @@ def describe(loop: OpenLoop, *, known_rate: bool) -> Demand:
     )
     max_tokens = int((prompts + outputs).max())
     classes = length_classes(prompts, outputs, shared)
-    return Demand(mix, classes, rate if known_rate else 0.0, loop, max_tokens)
+    places = [i for session in loop.sessions for i in range(len(session.requests))]
+    thinks = [0.0, *(spec.think_ns / SECOND for spec in requests)]
+    after_s = np.cumsum(thinks)[1:]
+    first = np.maximum.accumulate(np.where(np.array(places) == 0, np.arange(len(places)), 0))
+    table = RequestTable(
+        np.repeat([session.start_ns / SECOND for session in loop.sessions],
+                  [len(session.requests) for session in loop.sessions]),
+        after_s - after_s[first], np.array(places), prompts, np.maximum(prompts - shared, 1.0),
+        outputs,
+    )  # fmt: skip
+    return Demand(mix, classes, table, rate if known_rate else 0.0, loop, max_tokens)
 
 
 def length_classes(prompts: np.ndarray, outputs: np.ndarray, shared: np.ndarray) -> LengthClasses:

@@ -89,7 +89,8 @@ def _limit_tok_s(
     model: Architecture, kv_dtypes: Sequence[str], analysis: Analysis, gpus: Mapping[str, int]
 ) -> float:
     """Return the most output tokens a second that GPUs hold inside the objective."""
-    limits = (c.limit_rps for c in candidates(analysis, model, gpus, kv_dtypes))
+    # bounds of pools: a replay's limit jumps with single requests
+    limits = (c.limit_rps for c in candidates(analysis, model, gpus, kv_dtypes, enough=0))
     return max(limits, default=0.0) * analysis.demand.mix.osl
 
 

@@ -18,8 +18,12 @@ _BATCHES = (32, 64, 128, 256, 512)
 _BOTH_CHUNKS = (512, 1024, 2048, 4096, 8192)
 _DECODE_CHUNK, _PREFILL_BATCH = 2048, 64
 _PREFILL_CHUNKS = (2048, 8192, 16_384)
-#: Fleets, best first, whose decode workers' prompts are counted.
+#: Fleets, best first, whose limits are replayed.
 _ENOUGH = 40
+#: Multiple of a known rate that is replayed: limits of replays are up to a tenth too high.
+_MORE = 1.1
+#: Multiple of the limit of a `both` pool that a replay does not exceed.
+_HIGHER = 1.5
 #: A configuration whose analysed limit is this much below a rate may hold it all the same.
 NEAR = 0.9
 
@@ -64,7 +68,7 @@ def candidates(
     """Return all configurations that the analysis looked at, with their limits.
 
     A known rate bounds pools to sizes near those that hold it; otherwise pools take all GPUs.
-    Prompts on decode workers are counted for at least `enough` fleets.
+    At least `enough` fleets have the limits of a replay; 0 for none.
     """
     kinds = {role: worker_kinds(model, gpus, role, kv_dtypes) for role in Role}
     seen = list(_joint(analysis, gpus, kinds[Role.BOTH]))
@@ -77,29 +81,40 @@ def candidates(
         for second in kinds[Role.DECODE]:
             if first.kv_dtype == second.kv_dtype:
                 seen += _split(analysis, gpus, first, second, sizes)
-    return _with_local_prompts(analysis, seen, enough)
+    return _replayed(analysis, seen, enough) if enough else seen
 
 
-def _with_local_prompts(
-    analysis: Analysis, seen: Sequence[Candidate], enough: int
-) -> list[Candidate]:
-    """Return candidates with the rate that local prefill on decode workers adds."""
+def _replayed(analysis: Analysis, seen: Sequence[Candidate], enough: int) -> list[Candidate]:
+    """Return candidates with the limits of replays, the best of workers that are alike first.
+
+    A known rate is replayed once: fleets that do not hold it are put below it.
+    """
     best: dict[tuple[object, ...], int] = {}
     for i, candidate in enumerate(seen):
         key = candidate.configuration.workers_key
         if key not in best or candidate.limit_rps > seen[best[key]].limit_rps:
             best[key] = i
-    limits = [candidate.limit_rps for candidate in seen]
-    split = [i for i in best.values() if len(seen[i].configuration.pools) > 1]
-    highest = {i: analysis.highest_rps(seen[i].configuration) for i in split}
-    ahead = sorted((limits[i] for i in best.values() if i not in highest), reverse=True)
-    rate = analysis.demand.rate_rps
-    for i in sorted(split, key=lambda i: -highest[i]):
-        floor = rate or (ahead[enough - 1] if len(ahead) >= enough else 0.0)
-        if highest[i] < floor:
+    limits, rate = [candidate.limit_rps for candidate in seen], analysis.demand.rate_rps
+    highest: dict[int, float] = {}
+    for i in best.values():
+        highest[i] = analysis.highest_rps(seen[i].configuration)
+        if len(seen[i].configuration.pools) == 1:
+            highest[i] = min(highest[i], _HIGHER * limits[i])
+    ahead: list[float] = []
+    for i in sorted(highest, key=lambda i: -highest[i]):
+        made = seen[i].configuration
+        if rate:
+            if highest[i] < NEAR * rate:
+                break
+            if analysis.holds(made, _MORE * rate):
+                limits[i] = max(limits[i], rate)
+            else:  # the further below, the fewer are inside
+                short = analysis.slo.share - analysis.attained(made, _MORE * rate)
+                limits[i] = rate * (0.99 - max(short, 0.0))
+            continue
+        if len(ahead) >= enough and highest[i] < ahead[enough - 1]:
             break
-        if not (rate and limits[i] >= rate):
-            limits[i] = analysis.local_limit_rps(seen[i].configuration, NEAR * floor)
+        limits[i] = analysis.replayed_limit_rps(made, highest[i])
         insort(ahead, limits[i], key=operator.neg)
     return [
         Candidate(candidate.configuration, limit)
