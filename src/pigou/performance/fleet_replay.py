@@ -81,7 +81,7 @@ class WaitingPrompts(NamedTuple):
     tail: Counts
 
 
-class StreamSlots(NamedTuple):
+class ReplayStreams(NamedTuple):
     """Streams of each worker, (workers, slots); the first `running` slots are used."""
 
     clock_s: Floats  # end of the last step, (workers,)
@@ -98,7 +98,7 @@ class ReplayState(NamedTuple):
     remote: WaitingPrompts  # prompts of prefill workers
     local: WaitingPrompts  # prompts of workers that decode
     joining: WaitingPrompts  # requests whose KV comes, by decode worker
-    streams: StreamSlots
+    streams: ReplayStreams
     clock_s: Floats  # end of each prefill worker's last step, (prefill workers,)
     left: Floats  # prompt tokens to compute, (requests,)
     owner: Counts  # decode worker of each request, (requests,)
@@ -210,7 +210,7 @@ def _prefill_until(
 
 
 @inlined
-def _add(streams: StreamSlots, d: int, request: int, held: float, left: float) -> None:
+def _add(streams: ReplayStreams, d: int, request: int, held: float, left: float) -> None:
     i = streams.running[d]
     streams.ids[d, i], streams.left[d, i] = request, left
     streams.held[d] += held
@@ -435,7 +435,7 @@ def replay(
     slots = (second, fleet.max_seqs + 1)
     state = ReplayState(
         _queue(first, requests), _queue(second, requests), _queue(second, requests),
-        StreamSlots(
+        ReplayStreams(
             np.zeros(second), np.zeros(second, np.int64), np.zeros(second),
             np.zeros(second, np.int64), np.zeros(slots, np.int64), np.zeros(slots),
         ),
