@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from pigou.compiled import bare_kernel
 from pigou.config import ControlConfig, check_bounds
 from pigou.control.messages import Choice
 from pigou.control.routing.policy import (
@@ -139,6 +140,25 @@ class DecisionLedger:
         return iter(list(reversed(self._decisions.values())))
 
 
+@bare_kernel
+def _wanted_by(
+    rows: Costs, prefill: NDArray[np.int32], decode: NDArray[np.int32], index: int, rise: float
+) -> int:
+    """Return the row of the worker that would compute the chosen prompt without prefill queues.
+
+    `rows` are the parts of `terms.PARTS` and their sum.
+    """
+    if prefill[index] >= 0:
+        return int(prefill[index])
+    least_s, worker = rows[8, index], decode[index]
+    for i in range(prefill.shape[0]):
+        ttft_s = rows[1, i] + rows[2, i]
+        cost_s = ttft_s + 0.5 * rise * ttft_s * ttft_s + rows[3, i] + rows[5, i] + rows[7, i]
+        if prefill[i] >= 0 and cost_s < least_s:
+            least_s, worker = cost_s, prefill[i]
+    return int(worker)
+
+
 class RouteMeter:
     """Prompt tokens that routes bring to each worker, for a planner's windows."""
 
@@ -153,17 +173,7 @@ class RouteMeter:
 
         So tokens say what routes want prefill workers for, however many there are.
         """
-        computes = candidates.computes.item(index)
-        if (
-            candidates.prefill.item(index) < 0
-            and (remote := np.flatnonzero(~candidates.local)).size
-        ):
-            _, prefill_s, transfer_s, decode_s, _, stream_s, _, memory_s, _ = prices.rows[:, remote]
-            ttft_s = prefill_s + transfer_s
-            idle_s = ttft_s + decode_s + 0.5 * rise * ttft_s * ttft_s + stream_s + memory_s
-            best = int(idle_s.argmin())
-            if idle_s[best] < prices.total[index]:
-                computes = candidates.prefill.item(remote[best])
+        computes = _wanted_by(prices.rows, candidates.prefill, candidates.decode, index, rise)
         worker, tokens = fleet.ids[computes], prompt - fleet.cached(prompt).item(computes)
         self._tokens[worker] = self._tokens.get(worker, 0.0) + tokens
 

@@ -24,6 +24,7 @@ from pigou.control.messages import (
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
+from pigou.control.router import RouteMeter
 from pigou.request import SECOND, FinishReason, Rehearsed, Request, Role, Worker
 from pigou.wire.kv_event_decoding import Removed, Stored
 
@@ -48,6 +49,7 @@ def warm_up(config: ControlConfig | None = None) -> None:
 def _drive(config: ControlConfig) -> None:
     """Drive a plane through some seconds of a small fleet."""
     plane = ControlPlane(config)
+    plane.router.meter = RouteMeter()  # as with a planner
     for role in Role:
         for number in range(2):
             plane.observe(WorkerUp(_worker(role, number)), 0)
