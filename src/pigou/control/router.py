@@ -150,12 +150,12 @@ def _wanted_by(
     """
     if prefill[index] >= 0:
         return int(prefill[index])
-    least_s, worker = rows[8, index], decode[index]
+    min_s, worker = rows[8, index], decode[index]
     for i in range(prefill.shape[0]):
         ttft_s = rows[1, i] + rows[2, i]
         cost_s = ttft_s + 0.5 * rise * ttft_s * ttft_s + rows[3, i] + rows[5, i] + rows[7, i]
-        if prefill[i] >= 0 and cost_s < least_s:
-            least_s, worker = cost_s, prefill[i]
+        if prefill[i] >= 0 and cost_s < min_s:
+            min_s, worker = cost_s, prefill[i]
     return int(worker)
 
 
