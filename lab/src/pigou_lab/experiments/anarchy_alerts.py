@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.request import SECOND
@@ -25,6 +26,7 @@ from pigou_lab.experiments.fault_trials import TRIALS, simulate
 from pigou_lab.experiments.fleets import PaperFleet, Reading
 from pigou_lab.experiments.results import Row
 
+Numbers = NDArray[np.float64]
 MODES = tuple(TRIALS)
 TTFT_S, SHARE, WINDOW_S, STEP_S = 1.0, 0.95, 30.0, 5.0
 #: Thresholds of the alarms, and the requests that a share needs.
@@ -71,14 +73,14 @@ def alarms(mode: int, seed: int) -> dict[str, float | None]:
     }
 
 
-def _late(sent: np.ndarray[Any, Any], first: np.ndarray[Any, Any], now: float) -> float:
+def _late(sent: Numbers, first: Numbers, now: float) -> float:
     """Return the late share of the requests of the last window whose fate is known."""
     due = (sent > now - WINDOW_S - TTFT_S) & (sent <= now - TTFT_S)
     count = int(due.sum())
     return float((first[due] - sent[due] > TTFT_S).mean()) if count >= MIN_REQUESTS else 0.0
 
 
-def _first(times: Sequence[float], alarm: Sequence[bool]) -> float | None:
+def _first(times: Numbers, alarm: Sequence[bool]) -> float | None:
     return next((float(at) for at, is_on in zip(times, alarm, strict=True) if is_on), None)
 
 
