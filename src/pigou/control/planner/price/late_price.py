@@ -47,10 +47,8 @@ class LatePrice:
         self._goal = 0.0  # margin after which the effect is awaited
         self._shown_s = 0.0  # seconds since ready workers changed
         self._ready_gpus = 0
-        self._half_life_s, self._top = (
-            LATE_HALF_LIFE_S,
-            0.0,
-        )  # seconds in which m halves, and its height before
+        self._half_life_s = LATE_HALF_LIFE_S  # seconds in which m halves
+        self._top = 0.0  # height of m before it fell
         self._tried_s = math.inf  # since the objective was found out of reach
 
     @property
