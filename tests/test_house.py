@@ -19,32 +19,32 @@ MAX_LINES, MIN_LINES = 700, 60
 MAX_PARAMETERS = 12
 MAX_FIELDS = 40
 MAX_FILES = 580  # of product and lab
-MAX_PRODUCT_LINES = 97_000  # aim 96,000
-MAX_LAB_LINES = 12_500
+MAX_PRODUCT_LINES = 99_100  # aim 96,000
+MAX_LAB_LINES = 13_500
 MIN_CODE_SHARE = 0.66
 MAX_SHORT_FILES = 0
 MAX_CIRCLES = 0
-MAX_TEST_ONLY_NAMES = 11  # theory of games, which docs promise; aim 0
+MAX_TEST_ONLY_NAMES = 7  # theory of games, which docs promise; aim 0
 #: Lines of packages, or of several together; `modules` are the files beside them.
 BUDGETS = {
-    "modules": 2_050,  # aim 1,500
+    "modules": 2_100,  # aim 1,500
     "models": 2_200,  # aim 1,000
     "placement": 1_050,
     "kv": 3_100,
     "engine": 3_200,
     "games": 1_250,
-    "performance": 1_850,  # aim 1,750
-    "control": 14_350,
+    "performance": 1_910,  # aim 1,750
+    "control": 14_750,
     "lifecycle": 750,
     "windows": 1_150,
     "cost diagnosis tracing": 3_450,  # aim 3,250
     "wire text": 5_450,  # aim 5,000
-    "gateway": 9_800,  # aim 9,000
+    "gateway": 10_050,  # aim 9,000
     "worker": 8_550,
     "runtime": 8_450,
-    "sim": 7_500,
-    "fleet": 10_700,
-    "workload capacity report cli": 12_500,  # aim 12,250
+    "sim": 7_550,
+    "fleet": 10_950,
+    "workload capacity report cli": 13_470,  # aim 12,250
 }
 #: Short files that are whole: entry points.
 MAY_BE_SHORT = {"__init__.py", "__main__.py"}
