@@ -69,17 +69,3 @@ def test_surplus_goes_by_halves_after_half_of_the_hold_and_after_all_of_it() -> 
     assert planned[0] == high
     assert planned[1] == pytest.approx(0.5 * (high + planned[2]), rel=0.1)
     assert planned[2] == pytest.approx(high / 5, rel=0.15)
-
-
-def test_other_lengths_buy_nothing_for_a_load_that_was_not_seen() -> None:
-    hold_bins = round(PricePlannerParams().hold_seconds(ProvisioningTimes().start_up_s) / 5)
-    made = tracker([50] * 3)
-    made.begin(11.0)
-    longer = LoadWindow(arrivals=50, isl=3000.0, osl=100.0, completed=50)
-    for _ in range(hold_bins):
-        made.observe(50.0, 5.0, LoadWindow(arrivals=50, isl=1000.0, osl=100.0, completed=50), 0.0)
-    assert made.planned.rps == 11.0
-    for _ in range(5):
-        made.observe(50.0, 5.0, longer, 0.0)
-    assert made.planned.mix.isl > 1500.0
-    assert made.planned.rps == pytest.approx(1.05 * 10.0)

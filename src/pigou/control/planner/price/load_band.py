@@ -114,8 +114,7 @@ class LoadBand:
         is_off = abs(self.margin - self._planned_margin) > self._params.up
         if not (is_off or self._mix_moved()):
             return False
-        # Other lengths buy nothing for a load that `hold_s` did not see.
-        return self._set(min(self._planned, max(self._uppers)) if full else self._planned)
+        return self._set(self._planned)
 
     def _foreseen_rps(self) -> float:
         rps = self.estimate.rps

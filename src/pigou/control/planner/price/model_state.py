@@ -238,10 +238,10 @@ class ModelState:
         error = 0.0 if supply > gpus else RISE_ERRORS * rate.standard_error
         if plan.rps(ready) < rate.rate.mean - error:
             self._lacked_ns = self._explained_ns = window.now_ns
-        elif self._is_backlogged and window.now_ns - self._lacked_ns <= self._lag_s * SECOND:
+        elif self._is_backlogged:
             self._explained_ns = window.now_ns  # the backlog is worked off
         arrived_ns = window.now_ns - (_number(load.longest_s) or 0.0) * SECOND
-        is_explained = arrived_ns - self._explained_ns <= MIN_LAG_S * SECOND
+        is_explained = arrived_ns - self._explained_ns <= self._lag_s * SECOND
         self.late.observe(
             inside, max(ended, inside), window.seconds, max(slo.share for slo in self.slos),
             gpus, supply, plan.is_relaxed or is_explained,
