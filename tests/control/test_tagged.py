@@ -13,8 +13,11 @@ from pigou.control.plane import ControlPlane
 @pytest.mark.parametrize(
     ("values", "known"),
     [
-        ({"controller": {"controller": "x"}}, "bandit, interpolated, regime, static"),
-        ({"controller": {}}, "bandit, interpolated, regime, static"),
+        (
+            {"controller": {"controller": "x"}},
+            "bandit, interpolated, operating-points, regime, static",
+        ),
+        ({"controller": {}}, "bandit, interpolated, operating-points, regime, static"),
         ({"saturation": {"detector": "x"}}, "config-variance, cusum, paper, second-difference"),
         ({"admission": {"order": "x"}}, "edf, fair, fcfs, priority, priority-fair, shortest"),
         ({"policy": "x"}, "lmetric, mooncake, power-of-two"),

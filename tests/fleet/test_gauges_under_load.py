@@ -140,7 +140,8 @@ _END = re.compile("_(total|sum|count|bucket)$")
 #: Fields of a worker's window that are no load, or none of its role's.
 _STATE = {"id", "state", "since_ns", "unplaceable", "location"}
 _STREAMS = {"mean_running", "held_tokens", "mean_held_tokens", "itl_s"}
-_PROMPTS = {"queued_prefill_tokens", "computed_prompts", "computed_tokens", "computed_pairs"}
+_PROMPTS = {"queued_prefill_tokens", "computed_prompts", "computed_tokens", "computed_pairs",
+            "routed_tokens"}  # fmt: skip
 NOT_OF = {
     PREFILL: _STATE | _STREAMS | {"waiting"},
     DECODE: _STATE | _PROMPTS | {"prefill_s", "waiting"},
