@@ -13,7 +13,7 @@ from tests.control.planner.fluid_fleet import MIX, PREFILL
 from tests.lib.examples import examples
 
 from pigou.control.planner.planner import Planner, PlannerSetup, load
-from pigou.control.planner.price.frontier import ModelPlan, PoolOption
+from pigou.control.planner.price.frontier import ModelPlan, PoolOption, RoleCapacity
 from pigou.control.planner.price.terms import PricePlannerParams
 from pigou.control.router import RouteMeter
 from pigou.control.routing.toll.policy import Toll
@@ -74,6 +74,17 @@ def test_a_pool_serves_the_share_that_routes_send_it(share: float, workers: int)
     local_s = (1.0 - share) * PREFILL.service_s(MIX)
     busy = own.capacity_rps("d", workers) * local_s / workers
     assert own.capacity_rps("d", workers) == pytest.approx(curves["d"](workers) * (1.0 - busy))
+
+
+@given(share=st.floats(0.05, 1.0), prompt_s=st.floats(0.0, 2.0), workers=st.integers(1, 30))
+@settings(max_examples=examples(200))
+def test_a_load_that_some_workers_serve_takes_no_more(
+    share: float, prompt_s: float, workers: int
+) -> None:
+    """A level is lost to rounding otherwise, and its split with it."""
+    option = PoolOption("p", Role.PREFILL, 1, PREFILL, 0, 64, 1)
+    role = RoleCapacity([(option, plan(1.0).curves["p"])], share, prompt_s)
+    assert role.counts_for(role.rps({"p": workers}))["p"] <= workers
 
 
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.2, 0.0])

@@ -11,6 +11,7 @@ import numpy as np
 from pigou.control.planner.price.terms import (
     MIN_REMOTE,
     PRICE_WIDTH,
+    ROUNDING,
     SPLITS,
     PricePlannerParams,
     goodput,
@@ -77,6 +78,7 @@ class RoleCapacity:
 
     def counts_for(self, rps: float) -> dict[str, int]:
         """Return the fewest workers by pool that serve a load, or all."""
+        rps *= 1.0 - ROUNDING  # a level is what some counts serve
         counts = {option.name: option.min_workers for option, _ in self._pools}
         for option, curve in self._pools:
             others = self.rps(counts) - self.pool_rps(curve, counts[option.name])

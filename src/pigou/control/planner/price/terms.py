@@ -62,6 +62,8 @@ MIN_ROUTED, ROUTES_RISE, ROUTES_FALL = 50.0, 1.25, 1.5
 MIN_REMOTE = 0.05
 #: KV usage of a full worker, and the highest pool mean beside it.
 HOT, COOL = 0.9, 0.5
+#: Relative error of rounding in a capacity.
+ROUNDING = 1e-12
 #: Relative tolerance of the shadow price.
 PRICE_WIDTH = 1e-3
 
