@@ -19,7 +19,7 @@ _ERRORS = 3.0
 #: Highest growth extrapolated over a start-up.
 _MAX_GROWTH = 2.0
 #: Windows, or arrivals, before the first plan.
-_FIRST_BINS, _FIRST_ARRIVALS = 3, 100
+_FIRST_BINS, _FIRST_ARRIVALS = 6, 100
 #: Output tokens assumed before a request ends.
 _FIRST_OSL = 256.0
 #: Time constant of request lengths, in seconds.
