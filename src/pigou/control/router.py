@@ -23,6 +23,7 @@ from pigou.control.routing.policy import (
 from pigou.control.routing.remote_kv_fetch import fetch_of, price_fetches
 from pigou.control.routing.selection import Pick, select
 from pigou.control.routing.toll.policy import Toll
+from pigou.control.routing.toll.terms import PARTS
 from pigou.control.routing.view import Candidates, FleetView, RemoteFetches
 from pigou.control.state import both
 from pigou.request import Counts, Flags, Request
@@ -140,6 +141,13 @@ class DecisionLedger:
         return iter(list(reversed(self._decisions.values())))
 
 
+#: Rows of a `CostTable`: the parts of a cost but the wait at prefill workers, and the sum.
+_PREFILL, _TRANSFER, _DECODE, _TOLL_STREAM, _TOLL_MEMORY = (
+    PARTS.index(name) for name in ("prefill", "transfer", "decode", "toll_stream", "toll_memory")
+)
+_TOTAL = len(PARTS)
+
+
 @bare_kernel
 def _wanted_by(
     rows: Costs, prefill: NDArray[np.int32], decode: NDArray[np.int32], index: int, rise: float
@@ -150,10 +158,11 @@ def _wanted_by(
     """
     if prefill[index] >= 0:
         return int(prefill[index])
-    min_s, worker = rows[8, index], decode[index]
+    min_s, worker = rows[_TOTAL, index], decode[index]
     for i in range(prefill.shape[0]):
-        ttft_s = rows[1, i] + rows[2, i]
-        cost_s = ttft_s + 0.5 * rise * ttft_s * ttft_s + rows[3, i] + rows[5, i] + rows[7, i]
+        ttft_s = rows[_PREFILL, i] + rows[_TRANSFER, i]
+        cost_s = ttft_s + 0.5 * rise * ttft_s * ttft_s + rows[_DECODE, i]
+        cost_s = cost_s + rows[_TOLL_STREAM, i] + rows[_TOLL_MEMORY, i]
         if prefill[i] >= 0 and cost_s < min_s:
             min_s, worker = cost_s, prefill[i]
     return int(worker)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
@@ -176,8 +176,8 @@ class SimulatedFleet:
         self.itl = ITLHistogram()
         self.assessments: list[PoAEstimate] = []
         self.placements: list[Placement] = []
-        self.limits: defaultdict[str, EngineLimits] = defaultdict(lambda: self._limits)  # by pool
-        self._limits: EngineLimits = EngineLimits()  # default of pools
+        self.limits: dict[str, EngineLimits] = {}  # a planner's, by pool; they go first
+        self._limits = EngineLimits()  # limits of workers that decode
         self.limited = False  # whether any were set
         self._by_name: dict[str, FleetWorker] = {}
         self._config, self._clock, self._stepwise = config, clock, stepwise
@@ -285,9 +285,9 @@ class SimulatedFleet:
         self.limit(worker, now)
 
     def limit(self, worker: FleetWorker, now: int) -> None:
-        """Apply its pool's limits to a worker, the fleet's if it decodes, or its own."""
+        """Apply its pool's limits to a worker, else the fleet's if it decodes, else its own."""
         fleet = self._limits if worker.info.role.decodes else EngineLimits()
-        limits = self.limits.get(worker.pool, fleet)
+        limits = self.limits.get(worker.pool, EngineLimits()).over(fleet)
         if worker.sim is None or not self.limited:
             return
         engine, core = worker.spec.engine, worker.sim.core
@@ -428,7 +428,6 @@ class SimulatedFleet:
             self._assess(action, now)
             return
         self._limits, self.limited = action.limits, True
-        self.limits.clear()
         for worker in self.workers:
             self.limit(worker, now)
 

@@ -147,7 +147,8 @@ class Membership:
     ) -> None:
         """Set running limits of a pool's present and future workers; None keeps one."""
         limits = EngineLimits(max_seqs, max_batched_tokens)
-        self._fleet.limits[pool] = limits.over(self._fleet.limits[pool])
+        planned = self._fleet.limits.get(pool, EngineLimits())
+        self._fleet.limits[pool] = limits.over(planned)
         self._fleet.limited = True
         for worker in self.members(pool):
             self._fleet.limit(worker, now)

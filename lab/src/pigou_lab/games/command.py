@@ -147,12 +147,12 @@ def caching(
         if len(costs) not in (1, len(counts)):
             raise ConfigError(f"--alpha has {len(costs)} numbers for {len(counts)} of --nodes")
         for n, cost in zip(counts, costs * (len(counts) if len(costs) == 1 else 1), strict=False):
-            found = _made(lambda n=n, c=cost, t=name: topology_costs(t, n, c, clusters))
-            rows.append({"topology": name, "nodes": n, "alpha": cost, "slots": None} | _row(found))
+            solved = _made(lambda n=n, c=cost, t=name: topology_costs(t, n, c, clusters))
+            rows.append({"topology": name, "nodes": n, "alpha": cost, "slots": None} | _row(solved))
     for name in topology.split(","):
         for n in (2, 4) if name != "two-level" else (4,):
-            found = costs_of(crowded(topology_distances(name, n), miss))
-            rows.append({"topology": name, "nodes": n, "alpha": 0.0, "slots": 1} | _row(found))
+            solved = costs_of(crowded(topology_distances(name, n), miss))
+            rows.append({"topology": name, "nodes": n, "alpha": 0.0, "slots": 1} | _row(solved))
     _table(rows)
     write_json("--json", json, rows)
 
@@ -183,15 +183,15 @@ def hierarchy(
         demand = np.random.default_rng(seed).zipf(1.5, (clusters * size, objects)) / 10
         made = CachingGame(two_levels(clusters, size, 1, 10), np.minimum(demand, 5.0), 0.0, slots,
                            miss_cost=50.0)  # fmt: skip
-    found = _made(lambda: hierarchy_equilibrium(made))
+    solved = _made(lambda: hierarchy_equilibrium(made))
     document: dict[str, Any] = {
-        "nodes": made.nodes, "objects": made.objects, "swaps": found.swaps, "bound": found.bound,
-        "equilibrium": made.is_equilibrium(found.placement),
-        "social_cost": made.social_cost(found.placement),
+        "nodes": made.nodes, "objects": made.objects, "swaps": solved.swaps, "bound": solved.bound,
+        "equilibrium": made.is_equilibrium(solved.placement),
+        "social_cost": made.social_cost(solved.placement),
     }  # fmt: skip
     if made.exact:
         document |= _row(costs_of(made))
-    document["holds"] = [np.flatnonzero(row >= 0).tolist() for row in found.placement]
+    document["holds"] = [np.flatnonzero(row >= 0).tolist() for row in solved.placement]
     _show(document)
     write_json("--json", json, document)
 
@@ -226,12 +226,12 @@ def leading(
     rest = [_numbers(f"--{name}", text) for name, text in
             (("demand", demand), ("access", access), ("price", price))]  # fmt: skip
     made = _made(lambda: TierGame(rest[0], rest[1], slots, rest[2], miss))
-    found = _made(lambda: lead(made))
-    worth = found.worth
+    solved = _made(lambda: lead(made))
+    worth = solved.worth
     document = {
-        "hbm_cost": found.leads.payoffs[0], "social_cost": found.leads.social,
-        "holds": [list(own) for own in found.held],
-        "equilibria": [{"hbm_cost": own, "social_cost": all_} for own, all_ in found.equilibria],
+        "hbm_cost": solved.leads.payoffs[0], "social_cost": solved.leads.social,
+        "holds": [list(own) for own in solved.held],
+        "equilibria": [{"hbm_cost": own, "social_cost": all_} for own, all_ in solved.equilibria],
         "worth_over_best": None if worth is None else worth[0],
         "worth_over_worst": None if worth is None else worth[1],
     }  # fmt: skip
