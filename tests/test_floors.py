@@ -21,7 +21,7 @@ FLOORS = {
     "windows": 3, "performance": 3,
     "runtime": 4, "sim": 4, "worker": 4, "gateway": 4,
     "fleet": 5, "workload": 5, "report": 5,
-    "capacity": 5,
+    "capacity": 5, "integrations": 5,
     "cli": 6, "__main__": 7,
 }  # fmt: skip
 PURE = {"games", "kv", "engine", "control", "lifecycle", "cost", "diagnosis"}
@@ -37,6 +37,7 @@ NEIGHBOURS = {
     ("worker", "sim"),
     ("fleet", "workload"),
     ("capacity", "workload"),
+    ("integrations", "fleet"),
 }
 
 

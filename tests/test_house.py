@@ -18,8 +18,8 @@ from tests.lib.source_tree import LAB, ROOT, SRC, modules, name, nodes, parsed
 MAX_LINES, MIN_LINES = 700, 60
 MAX_PARAMETERS = 12
 MAX_FIELDS = 40
-MAX_FILES = 580  # of product and lab
-MAX_PRODUCT_LINES = 99_100  # aim 96,000
+MAX_FILES = 605  # of product and lab
+MAX_PRODUCT_LINES = 102_600  # aim 96,000 and 3,500 of integrations
 MAX_LAB_LINES = 13_500
 MIN_CODE_SHARE = 0.66
 MAX_SHORT_FILES = 0
@@ -44,6 +44,7 @@ BUDGETS = {
     "runtime": 8_450,
     "sim": 7_550,
     "fleet": 10_950,
+    "integrations": 3_500,
     "workload capacity report cli": 13_470,  # aim 12,250
 }
 #: Short files that are whole: entry points.

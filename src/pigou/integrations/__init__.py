@@ -1,0 +1,1 @@
+"""Adapters to other engines and gateways: vLLM, SGLang, LMCache, Envoy, kvpress."""
