@@ -32,6 +32,7 @@ _KINDS = {
     "Service": ("v1", "services"),
     "Node": ("v1", "nodes"),
     "Pod": ("v1", "pods"),
+    "InferencePool": ("inference.networking.k8s.io/v1", "inferencepools"),
 }
 #: Seconds of a call; objects on a page of a list; seconds of one watch.
 _CALL_S, _PAGE, _WATCH_S = 20.0, 500, 240
