@@ -22,10 +22,9 @@ from pigou.fleet.supervisor import Supervisor
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.integrations.endpoint_pools import (
     EndpointPool,
-    FileSource,
-    PodSource,
-    PoolSource,
-    pool_source,
+    InferencePool,
+    PoolMembers,
+    open_pool,
     read_endpoints,
 )
 from pigou.request import Role
@@ -35,7 +34,7 @@ Seen = dict[str, AttachedWorker]
 
 
 @asynccontextmanager
-async def followed(source: PoolSource) -> AsyncIterator[Callable[[], Seen]]:
+async def followed(source: EndpointPool) -> AsyncIterator[Callable[[], Seen]]:
     """Follow a source; yields a function that returns its endpoints by URL."""
     seen: list[Seen] = [{}]
     task = asyncio.create_task(
@@ -43,7 +42,8 @@ async def followed(source: PoolSource) -> AsyncIterator[Callable[[], Seen]]:
     )
     try:
         yield lambda: seen[-1]
-        assert not task.done() or task.result()
+        assert not task.done()
+        assert source.ready is bool(seen[1:])
     finally:
         await cancel(task)
 
@@ -115,7 +115,7 @@ def test_what_is_no_list_of_endpoints_is_refused(text: str) -> None:
 )  # fmt: skip
 def test_a_pool_that_is_not_understood_is_refused_with_a_remedy(text: str) -> None:
     with pytest.raises(ConfigError, match="pool"):
-        pool_source(text)
+        open_pool(text)
 
 
 async def test_a_file_is_followed_and_a_bad_one_changes_nothing(
@@ -123,7 +123,7 @@ async def test_a_file_is_followed_and_a_bad_one_changes_nothing(
 ) -> None:
     path = tmp_path / "pool.yaml"
     path.write_text(TWO)
-    async with followed(pool_source(str(path))) as seen:
+    async with followed(open_pool(str(path))) as seen:
         await until(lambda: len(seen()) == 2)
         path.write_text("endpoints:\n- url: nonsense\n")
         await until(lambda: "endpoints[0]: url is 'nonsense'" in caplog.text)
@@ -149,8 +149,8 @@ async def cluster(*pods: dict[str, Any], **fields: Any) -> AsyncIterator[FakeKub
         yield api
 
 
-def source(api: FakeKubernetes, options: str = "") -> PodSource:
-    return PodSource.parse(f"k8s://default/chat?api={api.url}{options}")
+def source(api: FakeKubernetes, options: str = "") -> InferencePool:
+    return InferencePool.parse(f"k8s://default/chat?api={api.url}{options}")
 
 
 async def test_ready_pods_join_and_those_deleted_or_not_ready_leave() -> None:
@@ -227,19 +227,19 @@ async def test_a_pool_that_workers_cannot_serve_is_refused(
 
 def test_members_follow_the_pool_and_ids_are_used_once() -> None:
     supervisor = Supervisor(PlaneDriver(ControlPlane(ControlConfig())))
-    pool = EndpointPool(supervisor, FileSource.__new__(FileSource))
+    pool = PoolMembers(supervisor)
     one, two = read_endpoints(TWO.encode(), "pool.yaml")
 
     def members() -> list[tuple[str, str]]:
         return [(member.id, member.role.value) for member in supervisor.members]
 
-    pool.take([one, two])
-    pool.take([one, two])
+    pool.apply([one, two])
+    pool.apply([one, two])
     assert members() == [("10.0.0.1:8000", "both"), ("10.0.0.2:8000", "decode")]
-    pool.take([two])
+    pool.apply([two])
     assert members() == [("10.0.0.2:8000", "decode")]
     prefills = msgspec.structs.replace(two, role=Role.PREFILL)
-    pool.take([one, prefills])
+    pool.apply([one, prefills])
     assert members() == [("10.0.0.1:8000.2", "both"), ("10.0.0.2:8000.2", "prefill")]
-    pool.take([])
+    pool.apply([])
     assert members() == []

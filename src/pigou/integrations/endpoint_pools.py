@@ -1,14 +1,14 @@
 """Pools of an endpoint picker: a watched file of endpoints, or the pods of an InferencePool.
 
-A source tells all endpoints of its pool, at the start and after each change; `EndpointPool` adds
-and drains members of the fleet until they match.
+A pool lists all its endpoints, at the start and after each change; `PoolMembers` adds and drains
+members of the fleet until they match.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -39,42 +39,43 @@ _LLMD_ROLES = {"prefill-decode": Role.BOTH, "encode-prefill": Role.PREFILL,
 _ZONE, _RACK = "topology.kubernetes.io/zone", "topology.kubernetes.io/rack"
 _POOL_OPTIONS = ("api", "events", "replay")
 
-Take = Callable[[Sequence[AttachedWorker]], None]
+Apply = Callable[[Collection[AttachedWorker]], None]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
-class PoolSource(Protocol):
-    """Where a pool's endpoints come from."""
+class EndpointPool(Protocol):
+    """Lists endpoints for a picker, beside those of `--attach` and `--registry`."""
 
-    async def follow(self, take: Take) -> None:
-        """Give `take` all endpoints, at the start and after each change, until cancelled."""
+    ready: bool  # False before the first list: nothing is picked
+
+    async def follow(self, apply: Apply) -> None:
+        """Call `apply` with all endpoints, at the start and after each change, until cancelled."""
 
 
-def pool_source(text: str) -> PoolSource:
-    """Return the source of a file's path, or `k8s://NAMESPACE/POOL`. Raises ConfigError."""
+def open_pool(text: str) -> EndpointPool:
+    """Return the pool of a file's path, or of `k8s://NAMESPACE/POOL`. Raises ConfigError."""
     if text.startswith("k8s://"):
-        return PodSource.parse(text)
+        return InferencePool.parse(text)
     if "://" in text or not text:
         raise ConfigError(
             f"pool is {text!r}; give a YAML or JSON file of endpoints, or k8s://NAMESPACE/POOL"
         )
-    return FileSource(Path(text))
+    return FilePool(Path(text))
 
 
-class EndpointPool:
-    """Keeps a fleet's members equal to the endpoints of a source."""
+class PoolMembers:
+    """Keeps the fleet's attached members as a pool lists them."""
 
-    def __init__(self, supervisor: Supervisor, source: PoolSource) -> None:
-        self._supervisor, self._source = supervisor, source
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
         self._members: dict[str, tuple[AttachedWorker, Member]] = {}  # by URL
         self._used: set[str] = set()  # ids of members, which are used once
-        self.seen = asyncio.Event()  # the pool was read once
 
-    async def run(self) -> None:
-        """Follow the source until cancelled."""
-        await self._source.follow(self.take)
+    async def run(self, pool: EndpointPool) -> None:
+        """Follow a pool until cancelled."""
+        await pool.follow(self.apply)
 
-    def take(self, endpoints: Sequence[AttachedWorker]) -> None:
+    def apply(self, endpoints: Collection[AttachedWorker]) -> None:
         """Add members for new endpoints; drain those that are gone, or have changed."""
         wanted = {endpoint.url: endpoint for endpoint in endpoints}
         for url, (endpoint, member) in list(self._members.items()):
@@ -89,7 +90,6 @@ class EndpointPool:
                 self._members[url] = endpoint, member
                 self._supervisor.add(member)
                 _log.info("%s joins the pool at %s as %s", member.id, url, endpoint.role.value)
-        self.seen.set()
 
     def _name(self, id: str) -> str:
         number, name = 1, id
@@ -121,21 +121,22 @@ class _Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     topic: str = ""
 
 
-class FileSource:
+class FilePool:
     """Endpoints of a YAML or JSON file; a file that is not understood changes nothing."""
 
     def __init__(self, path: Path) -> None:
         """Read the file once. Raises ConfigError."""
-        self._path = path
+        self._path, self.ready = path, False
         try:
             self._data = read_bytes(path, _MAX_FILE)
         except OSError as error:
             raise ConfigError(f"pool {path} cannot be read: {error.strerror or error}") from error
         self._endpoints = read_endpoints(self._data, str(path))
 
-    async def follow(self, take: Take) -> None:
-        """Give `take` the endpoints; read the file twice a second."""
-        take(self._endpoints)
+    async def follow(self, apply: Apply) -> None:
+        """Call `apply` with the endpoints; the file is read twice a second."""
+        apply(self._endpoints)
+        self.ready = True
         complaint = ""
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -150,7 +151,7 @@ class FileSource:
                     _log.error("the pool stays as it was: %s", error)
                 complaint = str(error)
             else:
-                take(self._endpoints)
+                apply(self._endpoints)
 
 
 def read_endpoints(data: bytes, name: str) -> list[AttachedWorker]:
@@ -213,7 +214,7 @@ class _PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
     protocol: Literal["http"] = msgspec.field(name="appProtocol", default="http")
 
 
-class PodSource:
+class InferencePool:
     """Ready pods of an InferencePool: one endpoint for each pod and target port."""
 
     def __init__(
@@ -221,13 +222,13 @@ class PodSource:
     ) -> None:
         """`events` and `replay` are ports of KV events; those of later target ports follow."""
         self._api, self._namespace, self._name = api, namespace, name
-        self._events, self._replay = events, replay
+        self._events, self._replay, self.ready = events, replay, False
         self._wake = asyncio.Event()
         self._background = Background()
 
     @classmethod
-    def parse(cls, text: str) -> PodSource:
-        """Return the source of `k8s://NAMESPACE/POOL[?api=URL][&events=PORT][&replay=PORT]`."""
+    def parse(cls, text: str) -> InferencePool:
+        """Return the pool of `k8s://NAMESPACE/POOL[?api=URL][&events=PORT][&replay=PORT]`."""
         parts = urlsplit(text)
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         name = parts.path.strip("/")
@@ -244,8 +245,8 @@ class PodSource:
         api = account_api(options.get("api", ""), _CALL_S)
         return cls(api, parts.netloc, name, int(ports["events"]), int(ports["replay"]))
 
-    async def follow(self, take: Take) -> None:
-        """Give `take` the endpoints after events of the pool and its pods, and each 30 s."""
+    async def follow(self, apply: Apply) -> None:
+        """Call `apply` after events of the pool and its pods, and each 30 s."""
         watches: dict[str, asyncio.Task[None]] = {}  # by the selector that they watch
         complaint = ""
         try:
@@ -262,8 +263,8 @@ class PodSource:
                         watch = partial(self._watch, "Pod", selector)
                         watches[selector] = self._background.start("pods", watch)
                     pods = await self._api.list("Pod", self._namespace, selector)
-                    take([worker for pod in pods for worker in self._workers(pod, spec)])
-                    complaint = ""
+                    apply([worker for pod in pods for worker in self._workers(pod, spec)])
+                    self.ready, complaint = True, ""
                 except (KubernetesError, msgspec.ValidationError) as error:
                     if str(error) != complaint:
                         complaint = str(error)
