@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from worker_process import Worker, start, stop
 
+from pigou.config import ConfigError
 from pigou.kv.tenure import Tenure
 from pigou.wire.prefill_decode_legs import ASK, leg_one, leg_two
+from pigou.worker.config import WorkerConfig
+from pigou.worker.http.prefiller import PREFILLED, PREFILLER
 
 PROMPT = [4 + i % 90 for i in range(200)]
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 8, "return_token_ids": True}
@@ -20,8 +23,8 @@ BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 8, "return_token_ids": T
 @pytest.fixture(scope="module")
 def pair(model_folder: Path) -> Iterator[tuple[Worker, Worker]]:
     workers = [
-        start(model_folder, "--blocks", "64", "--kv-lease", "2", "--role", role)
-        for role in ("prefill", "decode")
+        start(model_folder, "--blocks", "64", "--kv-lease", "2", "--role", role, *options)
+        for role, options in (("prefill", ()), ("decode", ("--prefiller-networks", "127.0.0.0/8")))
     ]
     yield workers[0], workers[1]
     for worker in workers:
@@ -129,6 +132,79 @@ def test_chats_have_two_legs_too(pair: tuple[Worker, Worker]) -> None:
     reply = second.post("/v1/chat/completions", leg_two(body, ticket)).json
     assert reply["usage"]["completion_tokens"] == 5
     assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def address(worker: Worker) -> str:
+    return worker.url.removeprefix("http://")
+
+
+@pytest.mark.parametrize("dead", ["", "127.0.0.1:1,"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_decode_worker_gets_the_prompt_of_the_prefiller_that_the_picker_names(
+    pair: tuple[Worker, Worker], dead: str, stream: bool
+) -> None:
+    first, second = pair
+    body = salted("picked") | {"stream": stream, "stream_options": {"include_usage": True}}
+    body = body if stream else {k: v for k, v in body.items() if k != "stream_options"}
+    alone = first.complete(**salted("alone"))["choices"][0]
+    before = second.metric("pigou_kv_blocks_received_total")
+    reply = second.post("/v1/completions", body, {PREFILLER: dead + address(first)})
+    assert reply.headers[PREFILLED] == address(first)
+    pages = reply.chunks if stream else [reply.json]
+    tokens = [t for page in pages for c in page["choices"] for t in c["token_ids"]]
+    assert tokens == alone["token_ids"]
+    assert pages[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
+    assert second.metric("pigou_kv_blocks_received_total") - before == 12
+    first.settle()
+    second.settle()
+
+
+def test_a_chat_has_its_first_leg_at_the_prefiller(pair: tuple[Worker, Worker]) -> None:
+    first, second = pair
+    text = "ten nine eight seven six five four three two one " * 4
+    body = {"messages": [{"role": "user", "content": text}], "max_completion_tokens": 5}
+    reply = second.post("/v1/chat/completions", body, {PREFILLER: address(first)})
+    assert reply.headers[PREFILLED] == address(first)
+    assert reply.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_a_prompt_whose_prefiller_is_gone_or_refuses_is_computed_here(
+    pair: tuple[Worker, Worker],
+) -> None:
+    first, second = pair
+    for fields, target in (
+        (salted("gone"), "127.0.0.1:1"),
+        (salted("refused") | {"prompt": [PROMPT, PROMPT[1:]]}, address(first)),
+        (salted("short") | {"prompt": [5, 6, 7]}, address(first)),
+    ):
+        reply = second.post("/v1/completions", fields, {PREFILLER: target})
+        assert (reply.status, reply.headers[PREFILLED]) == (200, "local")
+    wrong = second.post("/v1/completions", salted("x") | {"n": -1}, {PREFILLER: address(first)})
+    assert wrong.status == 400
+    assert "n" in wrong.json["error"]["message"]
+    first.settle()
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["10.0.0.1:80", "localhost:80", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:0",
+     "http://127.0.0.1:80", "127.0.0.1:80,[", ","],
+)  # fmt: skip
+def test_a_worker_asks_only_prefillers_of_its_networks(
+    pair: tuple[Worker, Worker], target: str
+) -> None:
+    first, second = pair
+    for worker, named in ((second, target), (first, "127.0.0.1:80")):
+        reply = worker.post("/v1/completions", BODY, {PREFILLER: named})
+        assert reply.status == 400
+        assert "--prefiller-networks" in reply.json["error"]["message"]
+    both = BODY | {"kv_transfer_params": ASK}
+    assert second.post("/v1/completions", both, {PREFILLER: address(first)}).status == 400
+
+
+def test_a_network_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="prefiller_networks"):
+        WorkerConfig(prefiller_networks="10.0.0.1/8")
 
 
 def test_a_client_that_leaves_during_the_pull_leaks_nothing(

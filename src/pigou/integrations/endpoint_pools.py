@@ -1,7 +1,7 @@
 """Pools of an endpoint picker: a watched file of endpoints, or the pods of an InferencePool.
 
-A pool lists all its endpoints, at the start and after each change; `PoolMembers` adds and drains
-members of the fleet until they match.
+A pool lists all its endpoints, at the start and after each change; `EndpointMembers` adds and
+drains members of the fleet until they match.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def open_pool(text: str) -> EndpointPool:
     return FilePool(Path(text))
 
 
-class PoolMembers:
+class EndpointMembers:
     """Keeps the fleet's attached members as a pool lists them."""
 
     def __init__(self, supervisor: Supervisor) -> None:

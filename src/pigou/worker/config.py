@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Annotated, Literal
 
 import msgspec
@@ -155,6 +156,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         ),
     ] = "auto"
     kv_lease: Annotated[float, option("Seconds that offered blocks are kept.", _EVENTS)] = 30.0
+    prefiller_networks: Annotated[
+        str,
+        option(
+            "Networks, with commas, of the prefill workers that an endpoint picker may name by "
+            "x-prefiller-host-port, as 10.0.0.0/8; by default the header is refused.",
+            _EVENTS,
+        ),
+    ] = ""
     executor: Annotated[
         ExecutorKind, option("torch, or sleep: no model, a timing law, made-up tokens.", _TIMING)
     ] = "torch"
@@ -237,6 +246,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             )
         if self.dtype not in ("auto", "bf16", "fp32"):
             raise ConfigError(f"dtype is {self.dtype!r}; give auto, bf16 or fp32")
+        prefiller_networks(self.prefiller_networks)
         self._check_tiers()
         self._check_eviction()
         self._check_timing()
@@ -287,3 +297,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                     f"{name} is {getattr(self, name)}, and timing is {self.timing!r}: a worker "
                     "sleeps by one law; leave one out"
                 )
+
+
+def prefiller_networks(text: str) -> list[IPv4Network | IPv6Network]:
+    """Return the networks of `--prefiller-networks`. Raises ConfigError."""
+    try:
+        return [ip_network(part.strip()) for part in text.split(",") if text]
+    except ValueError as error:
+        raise ConfigError(f"prefiller_networks is {text!r}: {error}; give 10.0.0.0/8") from error

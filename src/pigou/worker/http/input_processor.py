@@ -25,6 +25,7 @@ from pigou.wire.sampling_params import sampling_params
 from pigou.worker.config import WorkerConfig
 from pigou.worker.engine_thread.commands import Add
 from pigou.worker.engine_thread.engine_client import EngineClient
+from pigou.worker.http.prefiller import Prefillers
 from pigou.worker.http.reply import Reply, ReplyOptions, ReplySequence
 from pigou.worker.http.sequence_output import (
     Explainer,
@@ -82,6 +83,7 @@ class InputProcessor:
         self._service = service
         self._numbers = itertools.count()
         self.prompts = PromptProcessor(model, config)
+        self.prefillers = Prefillers(config.prefiller_networks)
 
     async def completion(
         self, request: CompletionRequest, request_id: str, tenant: str = "",

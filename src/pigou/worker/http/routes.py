@@ -107,6 +107,7 @@ class Routes:
         )
         app.on_response_prepare.append(close_old_streams)
         app.on_response_prepare.append(tell_request_id)
+        app.on_cleanup.append(self._intake.prefillers.close)
         post = partial(web.post, expect_handler=no_interim_answer)
         app.add_routes(
             [
@@ -155,9 +156,15 @@ class Routes:
         with ReplyTrace(self._tracer, request.headers) as spans:
             parsed = await self._bodies.read(request, partial(known, kind))
             headers = self._unknown.judge(parsed.unknown)
-            id = _id(request, parsed.request.request_id)
+            id, wanted = _id(request, parsed.request.request_id), parsed.request
             spans.phase("receive")
-            reply = await begin(parsed.request, id, fleet_tenant(), spans.trace)
+            ticket, shown = await self._intake.prefillers.ticket(
+                request, id, parsed.body, chat=isinstance(wanted, ChatRequest)
+            )
+            if ticket is not None:
+                wanted = msgspec.structs.replace(wanted, kv_transfer_params=ticket)
+            reply = await begin(wanted, id, fleet_tenant(), spans.trace)
+            headers |= shown
             spans.take(reply)
             return await self._send(request, reply, headers, spans.trace_id)
 
