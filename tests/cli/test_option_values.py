@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import typer
 
-from pigou.cli.option_values import format_size, named, parse_size
+from pigou.cli.option_values import named
 from pigou.config import ConfigError
+from pigou.kv.tier_config import format_size, parse_size
 
 
 def test_numbers_are_numbers_and_words_are_words() -> None:
@@ -32,7 +32,7 @@ def test_sizes_have_units(text: str, size: int) -> None:
 
 
 def test_what_is_no_size_is_refused() -> None:
-    with pytest.raises(typer.BadParameter, match="512MiB"):
+    with pytest.raises(ConfigError, match="512MiB"):
         parse_size("1X")
 
 

@@ -11,9 +11,10 @@ from random import Random
 import pytest
 
 from pigou.kv.hashing import chain
+from pigou.kv.tier_config import StoreTier
 from pigou.request import Request, SamplingParams
 from pigou.runtime.stores.host_store import HostStore
-from pigou.worker.config import StoreTier, WorkerConfig
+from pigou.worker.config import WorkerConfig
 from pigou.worker.engine_thread.commands import Abort, Add, ClearCache, Report, Stop
 from pigou.worker.engine_thread.engine_thread import EngineThread
 from pigou.worker.engine_thread.kv_offload import OffloadConnector

@@ -16,8 +16,9 @@ from worker_process import Worker
 from pigou.config import ConfigError, EngineConfig, EvictionConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.startup_profiling import CONTEXT_TOKENS, DECODE_STEPS, profiled_loads
+from pigou.kv.tier_config import StoreTier
 from pigou.request import SECOND
-from pigou.worker.config import StoreTier, WorkerConfig
+from pigou.worker.config import WorkerConfig
 from pigou.worker.engine_thread.mock_worker import MockBackend, TimingLaw
 from pigou.worker.startup.build import build
 from pigou.worker.startup.profiling import profile_at_startup

@@ -26,16 +26,14 @@ from typer.models import OptionInfo
 
 from pigou import registry
 from pigou.cli.option_values import (
-    format_size,
     named,
     nanoseconds,
     number_or_text,
     numbers,
-    parse_size,
     read_part,
 )
 from pigou.config import OTHER_OPTIONS, ConfigError, Option, RunError, check_all, option_of, wrong
-from pigou.kv.tier_config import TierOption, split_tier
+from pigou.kv.tier_config import TierOption, format_size, parse_size, split_tier
 from pigou.request import SECOND
 from pigou.small_file import load_yaml, read_bytes
 

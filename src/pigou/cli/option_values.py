@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,24 +16,6 @@ from pigou.small_file import read_json
 
 #: Seconds; some more would be no integer of 64 bits in nanoseconds.
 _MAX_SECONDS = 10**9
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes that a size like `512MiB` or `2G` means (powers of 1,024)."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is no size; write for example 512MiB or 2G")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def format_size(size_bytes: int) -> str:
-    """Return a size as `parse_size` reads it, in the largest unit that divides it."""
-    for unit in ("T", "G", "M", "K"):
-        if size_bytes and size_bytes % _UNITS[unit] == 0:
-            return f"{size_bytes // _UNITS[unit]}{unit}iB"
-    return str(size_bytes)
 
 
 def nanoseconds(option: str, seconds: float) -> int:

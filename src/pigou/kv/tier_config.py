@@ -14,6 +14,7 @@ from pigou.kv.offload import RecomputeCost, TierSpeed, staging_of
 from pigou.kv.tier import Tier
 from pigou.kv.tier_eviction.policy import TierSetting, load
 from pigou.kv.tiers import Tiers
+from pigou.registry import read_struct
 from pigou.request import Medium
 
 #: Tier in the worker's memory; all other tiers outlive their worker.
@@ -23,6 +24,8 @@ STORES = "pigou.tier_store"
 _TEXT = re.compile(
     r"(?P<name>[\w.-]+)=(?P<size>[^@,]+)(?:@(?P<uri>.+?))?(?P<rest>(?:,[\w.]+=[^,]*)*)"
 )
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
 class TierOption(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -42,6 +45,35 @@ class TierOption(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return int(self.gib * 2**30)
 
 
+class StoreTier(TierOption, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A tier of KV blocks, and the place of its store."""
+
+    uri: str = ""  # a folder or URL; empty for host memory
+
+    def __post_init__(self) -> None:
+        TierOption.__post_init__(self)
+        if self.name == HOST and self.uri:
+            raise ConfigError(f"tier {HOST} has place {self.uri!r}; leave it out")
+        if self.name != HOST and not self.uri:
+            raise ConfigError(f"tier {self.name} has no place; write {self.name}=SIZE@PLACE")
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a size like `512MiB` or `2G` means (powers of 1,024)."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is no size; write for example 512MiB or 2G")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def format_size(size_bytes: int) -> str:
+    """Return a size as `parse_size` reads it, in the largest unit that divides it."""
+    for unit in ("T", "G", "M", "K"):
+        if size_bytes and size_bytes % _UNITS[unit] == 0:
+            return f"{size_bytes // _UNITS[unit]}{unit}iB"
+    return str(size_bytes)
+
+
 def split_tier(text: str) -> tuple[str, str, str, str]:
     """Split `NAME=SIZE[@PLACE][,key=value]...` into four parts; raises ConfigError otherwise."""
     match = _TEXT.fullmatch(text)
@@ -51,6 +83,18 @@ def split_tier(text: str) -> tuple[str, str, str, str]:
             "disk=100GiB@/DIR"
         )
     return match["name"], match["size"], match["uri"] or "", match["rest"]
+
+
+def read_tier(text: str) -> StoreTier:
+    """Read `NAME=SIZE[@PLACE][,policy=NAME][,params.KEY=VALUE]...`; raises ConfigError."""
+    name, size, uri, rest = split_tier(text)
+    values: dict[str, Any] = {"name": name, "gib": parse_size(size) / 2**30, "uri": uri}
+    for key, value in (item.split("=", 1) for item in rest.split(",")[1:]):
+        into = values.setdefault("params", {}) if key.startswith("params.") else values
+        if (key := key.removeprefix("params.")) in into:
+            raise ConfigError(f"tier {text!r}: {key} is given twice; give it once")
+        into[key] = value
+    return read_struct(f"tier {text!r}", StoreTier, values)
 
 
 def uri_below(text: str, part: str) -> str:

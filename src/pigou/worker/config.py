@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from pigou.config import ConfigError, EvictionConfig, QueueOrder, check_bounds, check_fields, option
-from pigou.kv.tier_config import HOST, TierOption, check_names
+from pigou.kv.tier_config import HOST, StoreTier, check_names
 from pigou.logs import AccessLogOption, LogFormatOption, LogLevelOption
 from pigou.placement.topology import read_location
 from pigou.request import Role
@@ -23,19 +23,6 @@ _KV_BACKENDS = ("nixl", "shm", "tcp")
 #: Option headings.
 _EVENTS = "KV transfer and events"
 _TIMING = "Timing in place of a model"
-
-
-class StoreTier(TierOption, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A tier of KV blocks, and the place of its store."""
-
-    uri: str = ""  # a folder or URL; empty for host memory
-
-    def __post_init__(self) -> None:
-        TierOption.__post_init__(self)
-        if self.name == HOST and self.uri:
-            raise ConfigError(f"tier {HOST} has place {self.uri!r}; leave it out")
-        if self.name != HOST and not self.uri:
-            raise ConfigError(f"tier {self.name} has no place; write {self.name}=SIZE@PLACE")
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
