@@ -14,7 +14,7 @@ from pigou.config import ConfigError, RunError
 from pigou.registry import named, require
 
 if TYPE_CHECKING:
-    from pigou.report.page import Page
+    from pigou.report.page import ReportPage
     from pigou.report.run_record import RunRecord
     from pigou.sim.result import SimulationResult
     from pigou.sim.simulation import Simulation
@@ -40,7 +40,7 @@ def report(
     publish(_page(paths), prepare(out, "--out"))
 
 
-def publish(page: Page, folder: Path, data: Any = None) -> None:
+def publish(page: ReportPage, folder: Path, data: Any = None) -> None:
     """Write a report, and say where it is; a bar is shown on a terminal.
 
     Raises:
@@ -56,7 +56,7 @@ def publish(page: Page, folder: Path, data: Any = None) -> None:
     typer.echo(f"report: {written[0]}, and {len(written) - 1} files beside it", err=True)
 
 
-def _page(paths: Sequence[str]) -> Page:
+def _page(paths: Sequence[str]) -> ReportPage:
     from pigou.report import comparison_page
     from pigou.report.page import as_record, load
 
@@ -69,14 +69,14 @@ def _page(paths: Sequence[str]) -> Page:
                 f"{names[rows.index(True)]} is an experiment; give it alone, or give runs only"
             )
         draw = named("pigou.report", "experiment", "report")
-        return cast("Page", draw(names[0], documents[0]))
+        return cast("ReportPage", draw(names[0], documents[0]))
     runs = [as_record(name, entry) for name, entry in zip(names, documents, strict=True)]
     if len(runs) == 1:
         return _single_run_page(names[0], runs[0])
     return comparison_page.page(runs, _different(labels, names))
 
 
-def _single_run_page(name: str, run: RunRecord) -> Page:
+def _single_run_page(name: str, run: RunRecord) -> ReportPage:
     from pigou.report import run_page
 
     if not run.curves:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pigou.config import ConfigError
 from pigou.report.figure import LINES, STROKES, Axis, Chart, ChartLine, Stroke, Unit, duration
-from pigou.report.page import Cell, Form, Page, ReportTable, Section, of_runs
+from pigou.report.page import Cell, Form, ReportPage, ReportTable, Section, of_runs
 from pigou.report.run_figures import FIGURES, LATENCIES, REGIMES, TIME
 from pigou.report.run_page import COUNTS, flat, notices, said, tier_name, tier_shares
 from pigou.report.run_record import Attainment, Distribution, RunRecord
@@ -27,7 +27,7 @@ _OVER_TIME: tuple[tuple[str, tuple[str, ...], str, Axis], ...] = (
 )  # fmt: skip
 
 
-def page(runs: Sequence[RunRecord], labels: Sequence[str]) -> Page:
+def page(runs: Sequence[RunRecord], labels: Sequence[str]) -> ReportPage:
     """Return the page that compares runs.
 
     Raises:
@@ -45,7 +45,7 @@ def page(runs: Sequence[RunRecord], labels: Sequence[str]) -> Page:
             f"{', '.join(without_curves)}: figures only, from --json, so lines are missing. Run "
             "with --report DIR to have them."
         )
-    return Page(
+    return ReportPage(
         title=f"{len(runs)} runs beside each other",
         subtitle=f"Ratios are to the first, {labels[0]}.",
         notices=tuple(notes),

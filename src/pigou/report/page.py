@@ -366,7 +366,7 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class ReportPage:
     """A page."""
 
     title: str  # heading, and title of the window
@@ -387,7 +387,7 @@ class Page:
         ]
 
 
-def html(page: Page) -> str:
+def html(page: ReportPage) -> str:
     """Return a page as a file: styles, scripts, Plotly and data are all in it."""
     text = _template().render(
         page=page,
@@ -451,7 +451,10 @@ def prepare(folder: str | Path, option: str = "--report") -> Path:
 
 
 def write(
-    page: Page, folder: Path, data: Any = None, on_file: Callable[[str], None] = lambda _: None
+    page: ReportPage,
+    folder: Path,
+    data: Any = None,
+    on_file: Callable[[str], None] = lambda _: None,
 ) -> list[Path]:
     """Write a page, a picture of each of its figures, and `data` as `report.json`.
 

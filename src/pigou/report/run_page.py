@@ -8,7 +8,7 @@ from typing import Any
 
 from pigou.report import run_figures
 from pigou.report.figure import Figure
-from pigou.report.page import Cell, Form, Page, ReportTable, Section, Tile, Value, of_run
+from pigou.report.page import Cell, Form, ReportPage, ReportTable, Section, Tile, Value, of_run
 from pigou.report.run_record import RunRecord
 
 #: Figure -> its name, and its form. Nested figures have tables of their own.
@@ -34,10 +34,10 @@ _POA = {
 }  # fmt: skip
 
 
-def page(run: RunRecord) -> Page:
+def page(run: RunRecord) -> ReportPage:
     """Return the page of a run."""
     figures = run.figures
-    return Page(
+    return ReportPage(
         title=run.title,
         subtitle=f"{_workload(run)}{figures['offered']:,} requests offered, "
         f"{figures['simulated_s']:,.1f} s simulated, seed {run.seed}, pigou {run.pigou}",

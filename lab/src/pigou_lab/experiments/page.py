@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pigou.config import ConfigError
 from pigou.report.figure import LINES, STROKES, Axis, Chart, ChartLine, Figure
-from pigou.report.page import Cell, Form, Page, PageVerdict, ReportTable, Section
+from pigou.report.page import Cell, Form, PageVerdict, ReportPage, ReportTable, Section
 
 Row = Mapping[str, Any]
 
@@ -36,7 +36,7 @@ SETTINGS = ("overlap_weight", "temperature", "templates", "workers")
 _WIDE = 20.0
 
 
-def experiment_page(name: str, document: Mapping[str, Any]) -> Page:
+def experiment_page(name: str, document: Mapping[str, Any]) -> ReportPage:
     """Return the page of an experiment; raises ConfigError if there is nothing to draw."""
     title = str(document.get("experiment") or Path(name).stem)
     about = [f"{key} {document[key]}" for key in ("fleet", "reading") if document.get(key)]
@@ -46,7 +46,7 @@ def experiment_page(name: str, document: Mapping[str, Any]) -> Page:
 def page(
     rows: Sequence[Row], *, title: str, subtitle: str = "", against: str = "",
     paper: Sequence[Row] = (), figures: Sequence[str] = (),
-) -> Page:  # fmt: skip
+) -> ReportPage:  # fmt: skip
     """Return the page of rows of figures; raises ConfigError if there is nothing to draw.
 
     Args:
@@ -66,7 +66,7 @@ def page(
         sections += _sections(mine, against or _level(mine), paper, figures, name, front)
     titles = {key: name for key, (name, _) in FIGURES.items()}
     verdict = of_rows(rows, titles)
-    return Page(title, subtitle or f"{len(rows)} rows", tuple(sections), verdict=verdict)
+    return ReportPage(title, subtitle or f"{len(rows)} rows", tuple(sections), verdict=verdict)
 
 
 def _sections(
