@@ -6,6 +6,8 @@
 #
 # It needs kubectl, helm and curl, and a context that may create a namespace, definitions and
 # cluster roles. The fleet runs on CPUs. It ends with the number of failed checks.
+# Where the Gateway API Inference Extension is installed, the endpoint picker is checked too; with
+# GATEWAY_CLASS=NAME also through a gateway of that class.
 set -uo pipefail
 
 gateway=${1:?image of the gateway} worker=${2:?image of the worker}
@@ -90,5 +92,49 @@ check "its successor is ready" ready
 check "the fleet is deleted" k delete pigoufleet chat --timeout=120s
 sleep 60
 check "what it owned is collected" test "$(k get deployments -l pigou.dev/fleet=chat -o name | wc -l)" = 0
+
+# The endpoint picker, before workers that are open to the cluster.
+endpoints() {
+  k exec deploy/pick-epp -- python -c "import json, urllib.request as u
+print(sum(row['state'] == 'up' for row in json.load(u.urlopen('http://127.0.0.1:9090/workers'))['workers']))"
+}
+becomes() { for _ in $(seq 60); do test "$(endpoints)" = "$1" && return; sleep 2; done; return 1; }
+through() {
+  k run "ask-$RANDOM" --rm --attach --quiet --restart=Never --image=curlimages/curl -- \
+    curl -sfi --max-time 60 "http://$address/v1/completions" -H 'content-type: application/json' \
+    -d '{"model":"bundled","prompt":"hello","max_tokens":8,"stream":true}' | grep -q 'data: \[DONE\]'
+}
+if kubectl get crd inferencepools.inference.networking.k8s.io >/dev/null 2>&1; then
+  k create deployment open --image="$worker" --replicas=2 -- \
+    pigou worker --host 0.0.0.0 --port 8000 --allow-open --log-format json
+  k patch deployment open --type=json -p '[{"op":"add","path":"/spec/template/spec/containers/0/readinessProbe",
+    "value":{"httpGet":{"path":"/health","port":8000}}}]'
+  check "the chart of the picker is installed" helm install --namespace "$namespace" pick \
+    "$(dirname "$0")/helm/pigou-epp" --set "image=$gateway,pool.name=open,pool.matchLabels.app=open"
+  check "the picker is ready" k rollout status deployment/pick-epp --timeout=300s
+  check "it has the pods of its pool" becomes 2
+  check "the pool is scaled" k scale deployment/open --replicas=3
+  check "it has the new pod" becomes 3
+  check "the pool shrinks" k scale deployment/open --replicas=1
+  check "it has the pod that is left" becomes 1
+  if [ -n "${GATEWAY_CLASS:-}" ]; then
+    k apply -f - <<EOF
+{apiVersion: gateway.networking.k8s.io/v1, kind: Gateway, metadata: {name: open}, spec: {
+  gatewayClassName: $GATEWAY_CLASS, listeners: [{name: http, port: 80, protocol: HTTP}]}}
+---
+{apiVersion: gateway.networking.k8s.io/v1, kind: HTTPRoute, metadata: {name: open}, spec: {
+  parentRefs: [{name: open}], rules: [{backendRefs: [
+    {group: inference.networking.k8s.io, kind: InferencePool, name: open}]}]}}
+EOF
+    check "the gateway is programmed" k wait gateway/open --for=condition=Programmed --timeout=300s
+    address=$(k get gateway open -o jsonpath='{.status.addresses[0].value}')
+    check "a stream passes the gateway" through
+    k scale deployment/pick-epp --replicas=0 && k wait pod -l app.kubernetes.io/component=epp --for=delete --timeout=120s
+    check "without a picker the gateway refuses (FailClose)" refused through
+  fi
+  helm uninstall --namespace "$namespace" pick >/dev/null 2>&1
+else
+  echo "skip  the endpoint picker: there is no definition of InferencePool"
+fi
 echo "$failed checks failed"
 exit "$((failed > 0))"
