@@ -58,6 +58,14 @@ class PigouParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
+def power_orders(given: float | None, layers: int, kv_heads: int, trained: bool) -> Floats:
+    """Return the power mean's order, shape (layers, kv_heads)."""
+    orders: Floats = np.full((layers, kv_heads), 0.75 if given is None else given, np.float32)
+    if given is None and trained:
+        orders[: layers // 2], orders[layers // 2 :] = 2.0, 3.0
+    return orders
+
+
 class Pigou(TokenPolicy):
     """Keeps the entries whose eviction would change the attention output most.
 
@@ -78,15 +86,8 @@ class Pigou(TokenPolicy):
         self.model = ReturnModel.load(path) if path.exists() else GenericReturns.load(GENERIC)
         self.scales = torch.tensor(SCALES)
         self.compiled = isinstance(self.model, ReturnModel)
-        self.order = self._orders(cast(PigouParams, params).order)
-
-    def _orders(self, given: float | None) -> Floats:
-        """Return the power mean's order, shape (layers, kv_heads)."""
-        layers, heads = self.setting.model.layers, self.setting.model.kv_heads
-        orders: Floats = np.full((layers, heads), 0.75 if given is None else given, np.float32)
-        if given is None and self.compiled:
-            orders[: layers // 2], orders[layers // 2 :] = 2.0, 3.0
-        return orders
+        shape = setting.model.layers, setting.model.kv_heads
+        self.order = power_orders(cast(PigouParams, params).order, *shape, self.compiled)
 
     def predict(self, row: RowEntries) -> PredictedReturns:
         """Score in place by kernels; equals `score` within rounding."""
