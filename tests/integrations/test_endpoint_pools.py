@@ -21,9 +21,9 @@ from pigou.fleet.config import AttachedWorker
 from pigou.fleet.supervisor import Supervisor
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.integrations.endpoint_pools import (
-    EndpointMembers,
     EndpointPool,
     InferencePool,
+    PoolFollower,
     open_pool,
     read_endpoints,
 )
@@ -227,7 +227,7 @@ async def test_a_pool_that_workers_cannot_serve_is_refused(
 
 def test_members_follow_the_pool_and_ids_are_used_once() -> None:
     supervisor = Supervisor(PlaneDriver(ControlPlane(ControlConfig())))
-    pool = EndpointMembers(supervisor)
+    pool = PoolFollower(supervisor)
     one, two = read_endpoints(TWO.encode(), "pool.yaml")
 
     def members() -> list[tuple[str, str]]:

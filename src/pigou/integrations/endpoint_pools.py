@@ -1,6 +1,6 @@
 """Pools of an endpoint picker: a watched file of endpoints, or the pods of an InferencePool.
 
-A pool lists all its endpoints, at the start and after each change; `EndpointMembers` adds and
+A pool lists all its endpoints, at the start and after each change; `PoolFollower` adds and
 drains members of the fleet until they match.
 """
 
@@ -63,7 +63,7 @@ def open_pool(text: str) -> EndpointPool:
     return FilePool(Path(text))
 
 
-class EndpointMembers:
+class PoolFollower:
     """Keeps the fleet's attached members as a pool lists them."""
 
     def __init__(self, supervisor: Supervisor) -> None:
