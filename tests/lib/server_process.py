@@ -50,15 +50,15 @@ class ServerProcess:
         self._command, self._log = command, log
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, limit_s: float = _START_S) -> None:
         """Run the server, and wait until its port takes connections.
 
         Raises:
-            RuntimeError: it ended, or took no connection in 20 s.
+            RuntimeError: it ended, or took no connection within the limit.
         """
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline and self._process.poll() is None:
             with socket.socket() as probe:
                 probe.settimeout(1.0)
