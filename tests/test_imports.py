@@ -114,4 +114,5 @@ def test_numba_and_others_whose_insides_are_used_have_an_upper_bound() -> None:
 
 
 def _name(requirement: str) -> str:
-    return "".join(each if each.isalnum() else " " for each in requirement).split()[0]
+    name = "".join(each if each.isalnum() else " " for each in requirement).split()[0]
+    return {"grpcio": "grpc", "xds": "envoy"}.get(name, name)  # modules named otherwise

@@ -24,6 +24,7 @@ EXTRAS = {
     "nats": ("nats",),
     "etcd": ("aetcd",),
     "k8s": ("kopf",),
+    "epp": ("grpc", "envoy"),
 }
 #: Names that `pigou-lab` registers, by entry point group: without it, its remedy is told.
 LAB_NAMES = {

@@ -20,6 +20,7 @@ from pigou.registry import extra_of, named, remedy
 #: Command -> the first line of its help, so that the list of all loads none.
 COMMANDS = {
     "serve": "Serve a model on a fleet: a gateway, and the workers behind it.",
+    "epp": "Pick endpoints for Envoy and other proxies: the Gateway API's inference extension.",
     "worker": "Run one worker: an OpenAI-compatible server over one model.",
     "fleet": "List and change the workers of a running gateway.",
     "operator": "Keep the fleets of a Kubernetes cluster as their `PigouFleet` objects specify.",

@@ -102,7 +102,7 @@ def serve(
             from pigou.fleet.kubernetes.kubernetes_provider import FleetScales
 
             scales = FleetScales.of(fleet.registry)
-        bus = _bus(gateways, secret)
+        bus = peer_bus(gateways, secret)
 
         def make() -> Serving:
             serving = Serving(
@@ -149,7 +149,8 @@ def _gpu(gateway: GatewayConfig, fleet: WorkersConfig) -> str:
     return gateway.gpu or ("cpu" if gateway.prices and on_cpu else "")
 
 
-def _bus(peers: PeersConfig, secret: FleetSecret | None) -> PeerBus | None:
+def peer_bus(peers: PeersConfig, secret: FleetSecret | None) -> PeerBus | None:
+    """Return the bus of the gateways; None without one."""
     if not peers.peers:
         return None
     if secret is None:
@@ -182,7 +183,7 @@ def _run(
 
         def ready() -> None:
             progress.close()
-            _ready(_banner(serving, host, registry))
+            freeze(_banner(serving, host, registry))
 
         with progress:
             await serving.run(ready)
@@ -191,7 +192,8 @@ def _run(
     run_async(main())
 
 
-def _ready(banner: str) -> None:
+def freeze(banner: str) -> None:
+    """Keep what lives until the end from garbage collections, and show the banner."""
     # What lives until the end need not be looked through by each garbage collection.
     gc.collect()
     gc.freeze()
@@ -204,7 +206,7 @@ def _beginning(workers: Sequence[LocalWorker | AttachedWorker], registry: str) -
     attached = [worker for worker in workers if isinstance(worker, AttachedWorker)]
     parts = [f"starting {_roles(local)}"] if local else []
     parts += [f"attaching {_roles(attached)}"] if attached else []
-    parts += [f"looking for workers in {_without_user(registry)}"] if registry else []
+    parts += [f"looking for workers in {without_user(registry)}"] if registry else []
     text = ", ".join(parts or ["looking for workers"])
     return text[0].upper() + text[1:] + " ..."
 
@@ -228,7 +230,7 @@ def _banner(serving: Serving, host: str, registry: str = "") -> str:
         f"  {row.id:<12} {row.state:<8} {row.role:<8} {row.kind:<10} {row.url}" for row in rows
     ]
     sources = [", ".join(f"{count} {kind}" for kind, count in kinds.items())] if rows else []
-    sources += [f"those of {_without_user(registry)}"] if registry else []
+    sources += [f"those of {without_user(registry)}"] if registry else []
     request = (
         [
             "Try it:",
@@ -254,7 +256,8 @@ def _banner(serving: Serving, host: str, registry: str = "") -> str:
     )
 
 
-def _without_user(url: str) -> str:
+def without_user(url: str) -> str:
+    """Return a URL without user and password."""
     scheme, separator, rest = url.partition("://")
     host, slash, path = rest.partition("/")
     return scheme + separator + host.rpartition("@")[2] + slash + path

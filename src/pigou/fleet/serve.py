@@ -94,21 +94,19 @@ class Serving:
         self.peers: PeerExchange | None = None  # shares this gateway's changes with others
         self._metrics = Metrics()
         registered = self.supervisor.registered
-        self._server = GatewayServer(
-            Gateway(
-                config=gateway,
-                routing=self._routing(fleet.models, by_name),
-                metrics=self._metrics,
-                keys=keys,
-                created=int(time.time()),
-                startup=self.startup,
-                changes=OperatorChanges(self.live_fleet),
-                plan_status=self.plan_status,
-                registry=None if registered is None else registered.status,
-                tracer=open_tracer(gateway.tracing, "pigou-gateway"),
-            ),
-            shutdown_s=self._drain_s,
+        self.gateway = Gateway(
+            config=gateway,
+            routing=self._routing(fleet.models, by_name),
+            metrics=self._metrics,
+            keys=keys,
+            created=int(time.time()),
+            startup=self.startup,
+            changes=OperatorChanges(self.live_fleet),
+            plan_status=self.plan_status,
+            registry=None if registered is None else registered.status,
+            tracer=open_tracer(gateway.tracing, "pigou-gateway"),
         )
+        self._server = GatewayServer(self.gateway, shutdown_s=self._drain_s)
 
     def join_peers(self, bus: PeerBus) -> None:
         """Join the peer exchange; call before `start`."""

@@ -31,9 +31,8 @@ from pigou.gateway.engine_limits import EngineLimiter
 from pigou.gateway.failure import WorkerFailed
 from pigou.gateway.journal import Journal
 from pigou.gateway.prompt_reader import PromptReader
-from pigou.gateway.proxy.relay import Relay
 from pigou.gateway.proxy.upstream import Engine, Upstream
-from pigou.gateway.request import GatewayRun
+from pigou.gateway.request import GatewayRun, StreamCount
 from pigou.gateway.request_meter import RequestMeter
 from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.objectives import Objectives
@@ -126,7 +125,7 @@ class PlaneDriver:
             self.compiled.set()
         self.timed: Callable[[float], None] = lambda _: None  # gets the seconds of each decision
         self._queued: dict[str, asyncio.Future[Route | Shed]] = {}
-        self._relays: dict[str, tuple[Relay, int]] = {}
+        self._streams: dict[str, tuple[StreamCount, int]] = {}
         self.drivers: dict[str, Interruptible] = {}  # by open request: they get recalls and sheds
         self._woken: set[asyncio.Event] = set()
         self._ticker: asyncio.Task[None] | None = None
@@ -281,16 +280,16 @@ class PlaneDriver:
 
     def end(self, request: str, reason: FinishReason) -> None:
         """Report the end of a request."""
-        relay, reported = self._relays.pop(request, (None, 0))
-        if relay is not None and relay.counted > reported:
-            self.on_tokens(((request, relay.counted - reported),))
+        stream, reported = self._streams.pop(request, (None, 0))
+        if stream is not None and stream.counted > reported:
+            self.on_tokens(((request, stream.counted - reported),))
         served = reason in (FinishReason.STOP, FinishReason.LENGTH)
         self.repeated.end(request, time.monotonic(), served=served)
         self.observe(Ended(request, reason))
 
-    def watch(self, relay: Relay) -> None:
-        """Report this relay's tokens at each tick, until its request ends."""
-        self._relays[relay.run.parsed.id] = (relay, relay.counted)
+    def watch(self, request: str, stream: StreamCount) -> None:
+        """Report a stream's tokens at each tick, until its request ends."""
+        self._streams[request] = (stream, stream.counted)
 
     @property
     def heeds_deadlines(self) -> bool:
@@ -354,10 +353,10 @@ class PlaneDriver:
             await asyncio.sleep(_TICK_S)
             await self.compiled.wait()
             fresh: list[tuple[str, int]] = []
-            for request, (relay, reported) in list(self._relays.items()):
-                if relay.counted > reported:
-                    self._relays[request] = (relay, relay.counted)
-                    fresh.append((request, relay.counted - reported))
+            for request, (stream, reported) in list(self._streams.items()):
+                if stream.counted > reported:
+                    self._streams[request] = (stream, stream.counted)
+                    fresh.append((request, stream.counted - reported))
             self.on_tokens(fresh)
             self._wake(self._recorded.tick(time.monotonic_ns()))
             for event in self._woken:

@@ -34,7 +34,7 @@ def pages(gateway: Gateway) -> APIPages:
             *(plane.router.ledger.latest() for plane in planes), key=lambda why: -why.at
         )
         own = (why for why in decisions if tenant in (None, why.tenant))
-        return json_response({"decisions": [_summary(why) for why in islice(own, count)]})
+        return json_response({"decisions": [summary(why) for why in islice(own, count)]})
 
     async def one(request: web.Request) -> web.Response:
         """Show a decision, with each candidate's cost, part by part."""
@@ -49,7 +49,7 @@ def pages(gateway: Gateway) -> APIPages:
                 f"replies, and the last {planes[0].config.max_decisions} are kept.",
                 "id",
             )
-        return json_response(_summary(why) | {"candidates": _candidates(why)})
+        return json_response(summary(why) | {"candidates": candidates(why)})
 
     return APIPages([
         APIPage("/decisions", latest, parameters=("limit",)),
@@ -57,7 +57,8 @@ def pages(gateway: Gateway) -> APIPages:
     ])  # fmt: skip
 
 
-def _summary(why: Explanation) -> dict[str, Any]:
+def summary(why: Explanation) -> dict[str, Any]:
+    """Return a decision without its candidates, as JSON builtins."""
     index, choice = why.chosen, why.choice
     age = time.monotonic_ns() - why.at
     return {
@@ -92,7 +93,8 @@ def _remote_fetch(read: RemoteKVFetch | None) -> dict[str, Any] | None:
     }
 
 
-def _candidates(why: Explanation) -> list[dict[str, Any]]:
+def candidates(why: Explanation) -> list[dict[str, Any]]:
+    """Return a decision's candidates with their prices, as JSON builtins."""
     price, toll = why.price, why.toll
     return [
         {

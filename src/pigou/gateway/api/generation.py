@@ -22,7 +22,7 @@ from pigou.gateway.metrics import Metrics
 from pigou.gateway.model_routing import GatewayModel
 from pigou.gateway.proxy import sequences
 from pigou.gateway.proxy.driver import ReplyDriver, StreamDriver
-from pigou.gateway.proxy.overflow import OVERFLOW_HEADER, OtherFleets, unless_full, with_model
+from pigou.gateway.proxy.overflow import OVERFLOW_HEADER, OtherFleets, unless_full, with_fields
 from pigou.gateway.proxy.relay import Relay
 from pigou.gateway.proxy.spans import TracedRequest, traced_request, within_leg
 from pigou.gateway.proxy.writer import ClientStalled, SSEWriter
@@ -135,7 +135,7 @@ class GenerationAPI:
             if traced is not None:
                 traced.take(run)
             return await self.serve(request, run, fallback)
-        data = await gateway.off_loop(data, partial(with_model, data, model.name))
+        data = await gateway.off_loop(data, partial(with_fields, data, {"model": model.name}))
         with gateway.key_loads.accepted(key, *run.load) as run.quota:
             await run.quota.take(run.parsed.id, model.plane_driver.queue_timeout_s)
             run.quota.sent()
@@ -149,7 +149,7 @@ class GenerationAPI:
     ) -> web.StreamResponse:
         """Serve a request within the limits of its key."""
         gateway, key, driver = self._gateway, current_key(), model.plane_driver
-        with _counted(run, model):
+        with counted(run, model):
             if gateway.routing.several:  # the only one was checked before its body was read
                 gateway.startup.check(model.decodes)
             driver.check_deadline(run.parsed.deadline_ms)
@@ -217,7 +217,7 @@ class GenerationAPI:
 
 
 @contextmanager
-def _counted(run: GatewayRun, model: GatewayModel) -> Iterator[None]:
+def counted(run: GatewayRun, model: GatewayModel) -> Iterator[None]:
     """Count a request by the exception that ended it (context)."""
     error, parsed, stats = "_OTHER", run.parsed, run.stats  # the conventions' word for the rest
     try:

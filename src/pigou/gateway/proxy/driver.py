@@ -430,7 +430,7 @@ class StreamDriver(RequestDriver):
         self._mapped = False
         if self.run.metered is not None:
             self.run.metered.relays.append(relay)
-        plane_driver.watch(relay)
+        plane_driver.watch(self.run.parsed.id, relay)
 
     async def _attempt_body(self, decode: str) -> Body | None:
         run, state = self.run, self.relay.state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import aiohttp
 import msgspec
@@ -47,10 +47,10 @@ async def unless_full(
     return None
 
 
-def with_model(data: bytes, model: str) -> bytes:
-    """Return a body with this `model`; run it on a thread for a large one (`SMALL`)."""
+def with_fields(data: bytes, fields: Mapping[str, str]) -> bytes:
+    """Return a body with these fields; run it on a thread for a large one (`SMALL`)."""
     body = read_fields(without_bom(data))
-    body["model"] = msgspec.Raw(msgspec.json.encode(model))
+    body |= {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
     return msgspec.json.encode(body)
 
 
