@@ -42,8 +42,8 @@ _OPTION, _HELP = "config", "help_all"
 COMMON = {
     "serve": "model prefill decode both device attach registry model_pool host port api_keys_file "
     "journal prices policy admission slo planner max_workers log_level",
-    "epp": "host port tls_cert tls_key plaintext fallbacks objectives isolate_tenants attach "
-    "registry tokenizer status_host status_port policy admission max_queued peers",
+    "epp": "pool host port tls_cert tls_key plaintext fallbacks objectives isolate_tenants attach "
+    "registry status_host status_port policy admission max_queued peers",
     "worker": "model role device dtype threads host port blocks memory block_size max_seqs "
     "max_batched_tokens max_model_len kv_transfer tier timing log_level fleet_secret_file registry "
     "prefill_queue",

@@ -56,14 +56,14 @@ def epp(
     with uncollected():
         from pigou.fleet.registry.registry import open_registry
         from pigou.fleet.supervisor import FleetSetup
+        from pigou.integrations.endpoint_pools import open_pool
         from pigou.integrations.epp_server import PickerServing
         from pigou.wire.fleet_secret import FleetSecret
 
     logs.configure(log.log_format, log.level, access=log.access_log, times=False)
-    if not (workers.attach or workers.registry):
-        raise ConfigError(
-            "there is no endpoint to pick; give --attach URL of each server, or --registry"
-        )
+    if not (picker.pool or workers.attach or workers.registry):
+        raise ConfigError("there is no endpoint to pick; give --pool, --attach or --registry")
+    pool = open_pool(picker.pool) if picker.pool else None
     attached = [AttachedWorker.parse(text, i) for i, text in enumerate(workers.attach)]
     check_all(
         lambda: check_port(picker.listen_host, picker.listen_port),
@@ -82,11 +82,12 @@ def epp(
             serving = PickerServing(
                 picker, msgspec.structs.replace(pages, strict=False),
                 msgspec.structs.replace(control, peer_reads=False), fleet,
-                on_stage=progress.report,
+                pool, progress.report,
             )  # fmt: skip
             if bus is not None:
                 serving.join_peers(bus)
-            typer.echo(f"Looking for {_sources(workers)} ...")
+            sources = [picker.pool, *workers.attach, without_user(workers.registry)]
+            typer.echo(f"Looking for the servers of {', '.join(filter(None, sources))} ...")
 
             def ready() -> None:
                 progress.close()
@@ -100,12 +101,6 @@ def epp(
     except (FleetError, OSError) as error:
         typer.echo(f"pigou epp: {error}", err=True)
         raise typer.Exit(1) from None
-
-
-def _sources(workers: WorkersConfig) -> str:
-    sources = [f"{len(workers.attach)} servers"] if workers.attach else []
-    sources += [f"those of {without_user(workers.registry)}"] if workers.registry else []
-    return " and ".join(sources)
 
 
 def _banner(serving: PickerServing, picker: EppConfig, pages: GatewayConfig) -> str:

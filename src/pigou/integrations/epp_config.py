@@ -19,6 +19,14 @@ _DAYS = 3650
 class EppConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where a picker listens, and how it picks."""
 
+    pool: Annotated[
+        str,
+        option(
+            "Endpoints to pick from: a YAML file that is watched, or an InferencePool as "
+            "k8s://NAMESPACE/POOL[?events=PORT][&replay=PORT][&api=URL].",
+            _GROUP,
+        ),
+    ] = ""
     listen_host: Annotated[
         str, option("Address for the proxy's gRPC streams.", _GROUP, name="host")
     ] = "127.0.0.1"
