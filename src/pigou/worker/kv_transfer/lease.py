@@ -96,6 +96,7 @@ class LeaseTable:
         """Lease offers for `lease` ns, `max_hold` in all; any thread calls `on_release`."""
         self._leases: LeaseClock[LeasedBlocks] = LeaseClock(lease, max_hold)
         self._offers: dict[str, LeasedBlocks] = {}
+        self._expected: set[str] = set()
         self._sleeps_until = 0
         self._on_release = on_release
         self._change = threading.Condition()
@@ -105,22 +106,34 @@ class LeaseTable:
         with self._change:
             return len(self._offers)
 
-    def add(self, request: str, blocks: Ints, tokens: int, last_hash: str = "") -> LeasedBlocks:
+    def expect(self, request: str, expected: bool = True) -> None:
+        """Let `find` wait for the offer of a request, until it is added or not expected."""
+        with self._change:
+            (self._expected.add if expected else self._expected.discard)(request)
+            self._change.notify_all()
+
+    def add(
+        self, request: str, blocks: Ints, tokens: int, last_hash: str = "", secret: str = ""
+    ) -> LeasedBlocks:
         """Add an offer; raises ValueError on a duplicate request, TransferError CLOSED."""
         with self._change:
             if self._closed:
                 raise TransferError(TransferReason.CLOSED, "the sender is closed")
             if request in self._offers:
                 raise ValueError(f"request {request!r} is offered already")
-            offer = self._offers[request] = LeasedBlocks(request, blocks, tokens, last_hash)
+            offer = LeasedBlocks(request, blocks, tokens, last_hash)
+            offer.secret = secret or offer.secret
+            self._offers[request] = offer
             expiry = self._leases.begin(offer, time.monotonic_ns())
-            if expiry < self._sleeps_until:
-                self._change.notify()
+            if expiry < self._sleeps_until or request in self._expected:
+                self._expected.discard(request)
+                self._change.notify_all()
             return offer
 
-    def find(self, request: str, secret: str) -> LeasedBlocks:
-        """Return a held offer, and renew its lease; raises TransferError UNKNOWN."""
+    def find(self, request: str, secret: str, wait_s: float = 0.0) -> LeasedBlocks:
+        """Return a held offer, waiting if it is expected; raises TransferError UNKNOWN."""
         with self._change:
+            self._change.wait_for(lambda: request not in self._expected, wait_s)
             offer = self._offers.get(request)
         known = offer is not None and hmac.compare_digest(offer.secret.encode(), secret.encode())
         if offer is None or not known or not self.keep(offer):
@@ -178,6 +191,7 @@ class LeaseTable:
         """Release all offers, refuse new ones, and let `reap` return."""
         with self._change:
             self._closed = True
+            self._expected.clear()
             left = [offer for offer in self._offers.values() if self._leases.end(offer)]
             self._offers.clear()
             self._change.notify_all()

@@ -89,17 +89,26 @@ class Sender:
         for thread in self._threads:
             thread.start()
 
-    def offer(self, request: str, blocks: Ints, tokens: int, last_hash: str = "") -> dict[str, Any]:
-        """Hold blocks, in prompt order; return the ticket. Raises ValueError or TransferError."""
+    def expect(self, request: str, expected: bool = True) -> None:
+        """Let receivers wait for the offer of a request, 0.9 of `timeout` at most."""
+        self._book.expect(request, expected)
+
+    def offer(
+        self, request: str, blocks: Ints, tokens: int, last_hash: str = "", secret: str = ""
+    ) -> dict[str, Any]:
+        """Hold blocks, in prompt order; return the ticket. Raises ValueError or TransferError.
+
+        Give `secret` where the ticket is made elsewhere, from `ticket`.
+        """
         size = self._store.layout.block_size
         if tokens < 1 or len(blocks) != -(-tokens // size):
             raise ValueError(
                 f"{len(blocks)} blocks for {tokens} tokens; blocks of {size} tokens make it "
                 f"{-(-tokens // size)}"
             )
-        offer = self._book.add(request, blocks.copy(), tokens, last_hash)
+        offer = self._book.add(request, blocks.copy(), tokens, last_hash, secret)
         self._offers.put(offer)
-        return signed(self._ticket(offer), self._key).to_params()
+        return signed(self.ticket(offer), self._key).to_params()
 
     def release(self, request: str) -> bool:
         """Free a request's blocks; False if already free."""
@@ -146,7 +155,8 @@ class Sender:
             raise ValueError("backends is ['shm'], and no shared memory was given; also allow tcp")
         return exports
 
-    def _ticket(self, offer: LeasedBlocks) -> TransferParams:
+    def ticket(self, offer: LeasedBlocks) -> TransferParams:
+        """Return the unsigned ticket of an offer."""
         return TransferParams(
             remote_engine_id=self.engine_id,
             remote_request_id=offer.request,
@@ -243,7 +253,8 @@ class Sender:
             raise TransferError(TransferReason.PROTOCOL, f"{type(request).__name__} out of turn")
         if request.engine != self.engine_id:
             raise TransferError(TransferReason.UNKNOWN, "another engine: this sender was restarted")
-        offer = self._book.find(request.request, request.secret)
+        wait_s = 0.9 * self._config.timeout / SECOND
+        offer = self._book.find(request.request, request.secret, wait_s)
         if isinstance(request, Decline):
             link.send(Confirm(self._book.finish(offer)))
             return
