@@ -57,7 +57,13 @@ PLAIN_DECORATORS = {
     "contextmanager", "dataclass", "kernel", "lru_cache", "njit", "property", "staticmethod",
 }  # fmt: skip
 #: Methods that the language or a library calls by name.
-PROTOCOL_METHODS = {"aclose"}
+PROTOCOL_METHODS = {
+    "aclose",
+    # vLLM's KV connector.
+    "build_connector_meta", "get_block_ids_with_load_errors", "get_finished",
+    "get_handshake_metadata", "get_num_new_matched_tokens", "on_new_request",
+    "request_finished_all_groups", "set_xfer_handshake_metadata", "update_state_after_alloc",
+}  # fmt: skip
 #: Bases that call no method of their subclasses by name.
 PLAIN_BASES = {"ABC", "Exception", "Generic", "NamedTuple", "Protocol", "Struct", "object"}
 #: Concept of docs/internals/architecture.md -> words of which each is in its path.

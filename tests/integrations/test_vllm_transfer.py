@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace as Fake
 from typing import Any
 
@@ -22,6 +23,7 @@ from pigou.integrations.vllm.transfer import (
 )
 from pigou.kv.block import KVLayout
 from pigou.request import SECOND
+from pigou.runtime.tensor_io import DeviceCopies, rows_in_storage
 from pigou.worker.kv_transfer.transfer_params import TransferConfig, TransferReason
 
 SIZE, BLOCKS, WIDTHS = 16, 32, (96, 64, 64)  # tokens in a block; blocks; bytes of each plane
@@ -48,7 +50,7 @@ class Rank(WorkerHalf):
 
     def __init__(self, server: Server, rank: int, seed: int | None, alike: KVLayout) -> None:
         self.planes = planes(None if seed is None else seed + rank)
-        store = CacheBlocks(self.planes, alike, host=True)
+        store = CacheBlocks([plane.numpy() for plane in self.planes], WIDTHS, alike)
         self.open_worker(store, server.limits, server.key, rank)
 
     def block(self, number: int) -> bytes:
@@ -288,7 +290,7 @@ def test_a_request_aborted_in_its_pull_is_received_once(make: Any) -> None:
     assert receiver.until(1, wanted) == set(TARGET)
     sender.until(0, held)
     assert receiver.ranks[0].get_finished(set()) == (None, None)
-    assert wanted.request_id not in receiver._offered
+    assert wanted.request_id not in receiver._tickets
 
 
 @pytest.mark.parametrize("changes", [
@@ -312,15 +314,45 @@ def test_a_role_is_kept(make: Any) -> None:
     assert consumer.admit(request("d", params), TARGET) == 100
 
 
-def test_device_and_host_reads_and_writes_agree() -> None:
-    host, device = (CacheBlocks(planes(3), layout(), host=host) for host in (True, False))
-    ids = np.array([4, 0, 31, 9], dtype=np.int32)
-    rows = host.read(ids)
-    assert (rows == device.read(ids)).all()
-    assert rows.shape == (4, sum(WIDTHS))
-    for store in (host, device):
-        store.write(ids[::-1].copy(), rows)
-        assert (store.read(ids[::-1].copy()) == rows).all()
+class NoCUDA:
+    """Streams that do at once what is queued."""
+
+    def Stream(self, device: torch.device) -> NoCUDA:
+        return self
+
+    def default_stream(self, device: torch.device) -> None: ...
+
+    def wait_stream(self, other: None) -> None: ...
+
+    def stream(self, other: NoCUDA) -> nullcontext[None]:
+        return nullcontext()
+
+    def record_event(self) -> NoCUDA:
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.mark.parametrize("kind", ["layers apart", "layers together"])
+def test_a_cache_on_host_and_on_a_device_are_read_and_written_alike(kind: str) -> None:
+    cache = torch.zeros(2 * BLOCKS * 96, dtype=torch.int8).view(torch.bfloat16)
+    apart = kind == "layers apart"
+    places = [(0, 96), (BLOCKS * 96, 96)] if apart else [(0, 192)]
+    host = rows_in_storage(cache, BLOCKS, places)
+    stand_in = NoCUDA()
+    device = [DeviceCopies(torch.from_numpy(plane), stand_in) for plane in host]
+    ids, widths = np.array([4, 0, 31, 9], dtype=np.int32), [width for _, width in places]
+    rows = np.random.default_rng(0).integers(0, 256, (4, 192), dtype=np.uint8)
+    for planes in (host, device):
+        store = CacheBlocks(planes, widths, layout(block_bytes=192))
+        store.write(ids, rows)
+        for again in (host, device):
+            assert (CacheBlocks(again, widths, layout()).read(ids) == rows).all()
+        store.write(ids, np.zeros_like(rows))
+    store.write(np.array([5], dtype=np.int32), rows[:1])
+    flat = cache.view(torch.uint8).numpy()
+    where = [flat[5 * 96 : 6 * 96], flat[(BLOCKS + 5) * 96 : (BLOCKS + 6) * 96]]
+    assert (np.concatenate(where if apart else [flat[5 * 192 : 6 * 192]]) == rows[0]).all()
 
 
 @pytest.mark.parametrize(("extra", "words"), [

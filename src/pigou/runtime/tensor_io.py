@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -62,3 +63,12 @@ class DeviceCopies:
                 target.copy_(source, non_blocking=True)
             done = self._stream.record_event()
         done.synchronize()
+
+
+def rows_in_storage(
+    tensor: Tensor, rows: int, spans: Iterable[tuple[int, int]]
+) -> list[Bytes | DeviceCopies]:
+    """Access a tensor's storage as rows: for each (byte offset, width), `rows` of that width."""
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    views = [raw.as_strided((rows, width), (width, 1), at) for at, width in spans]
+    return [DeviceCopies(view) if view.is_cuda else view.numpy() for view in views]

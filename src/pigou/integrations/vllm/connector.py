@@ -12,7 +12,6 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import Any
 
-import torch
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -34,6 +33,7 @@ from pigou.integrations.vllm.transfer import (
     WorkerHalf,
 )
 from pigou.kv.block import KVLayout
+from pigou.runtime.tensor_io import rows_in_storage
 from pigou.worker.kv_transfer.transfer_params import TransferParams
 
 #: Engine version that this was written against.
@@ -60,14 +60,16 @@ class PigouConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA)
                 pulls=transfer.is_kv_consumer,
             )
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Serve and fill these caches from now on."""
         rank, parallel = get_tensor_model_parallel_rank(), self._vllm_config.parallel_config
-        planes = planes_of(self._kv_cache_config, kv_caches)
-        layout = layout_of(self._vllm_config, self._kv_cache_config, planes, rank)
-        store = CacheBlocks(planes, layout, host=planes[0].device.type == "cpu")
-        place = parallel.data_parallel_index * parallel.tensor_parallel_size + rank
-        self.open_worker(store, self._config.transfer(place), self._config.key(), rank)
+        cache, spans = self._kv_cache_config, spans_of(self._kv_cache_config)
+        planes = rows_in_storage(next(iter(kv_caches.values())), cache.num_blocks, spans)
+        widths = [width for _, width in spans]
+        layout = layout_of(self._vllm_config, cache, widths, rank)
+        index = parallel.data_parallel_index * parallel.tensor_parallel_size + rank
+        limits, key = self._config.transfer(index), self._config.key()
+        self.open_worker(CacheBlocks(planes, widths, layout), limits, key, rank)
 
     def bind_connector_metadata(self, connector_metadata: StepWork) -> None:
         """Begin the step's transfers, which do not depend on its forward pass."""
@@ -81,7 +83,7 @@ class PigouConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA)
         """Do nothing: no request is computed before its pull has ended."""
 
     def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """Do nothing: finished prompts are read out of the cache."""
 
@@ -106,28 +108,23 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ConfigError("a block is scattered in LHBNC; set VLLM_KV_CACHE_LAYOUT=LBHNC")
 
 
-def planes_of(kv_cache_config: Any, kv_caches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the cache's planes, as `CacheBlocks` takes them."""
-    first = next(iter(kv_caches.values()))
-    raw = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
+def spans_of(kv_cache_config: Any) -> list[tuple[int, int]]:
+    """Return (byte offset, width) in the cache of each of `CacheBlocks`' planes."""
     blocks, parts = kv_cache_config.num_blocks, kv_cache_config.kv_cache_tensors
     if all(part.block_stride * blocks == part.size for part in parts):
-        places = {(0, parts[0].block_stride)}
-    else:
-        numbered = [(part, n) for part in parts for n in range(len(part.layers))]
-        places = {(part.offset + n * part.layer_stride, part.block_stride) for part, n in numbered}
-    return [raw.as_strided((blocks, width), (width, 1), at) for at, width in sorted(places)]
+        return [(0, parts[0].block_stride)]
+    numbered = [(part, n) for part in parts for n in range(len(part.layers))]
+    spans = {(part.offset + n * part.layer_stride, part.block_stride) for part, n in numbered}
+    return sorted(spans)
 
 
-def layout_of(
-    vllm_config: Any, kv_cache_config: Any, planes: list[torch.Tensor], rank: int
-) -> KVLayout:
-    """Return the layout; its digest covers what both servers must have alike."""
+def layout_of(vllm_config: Any, kv_cache_config: Any, widths: list[int], rank: int) -> KVLayout:
+    """Return the layout; its digest covers what must be equal on both servers."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     [group], parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
-    spec, widths = group.kv_cache_spec, [plane.shape[1] for plane in planes]
-    alike = (vllm_version, model.revision, model.quantization, cache.cache_dtype, widths,
+    spec = group.kv_cache_spec
+    compared = (vllm_version, model.revision, model.quantization, cache.cache_dtype, widths,
              cache.kv_cache_layout, repr(spec), rank, parallel.tensor_parallel_size)  # fmt: skip
-    digest = blake2b(repr(alike).encode(), digest_size=16).hexdigest()
+    digest = blake2b(repr(compared).encode(), digest_size=16).hexdigest()
     shape = (spec.block_size, len(group.layer_names), spec.num_kv_heads, spec.head_size)
     return KVLayout(model.model, digest, str(spec.dtype)[6:], *shape, sum(widths))

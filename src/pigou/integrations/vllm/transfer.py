@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +45,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Fields of `kv_connector_extra_config`."""
 
     host: str = "127.0.0.1"  # bind address of the side channel
-    port: int = 0  # of rank 0, the next ranks follow; 0 for free ports
+    port: int = 0  # rank 0's, the next ranks follow; 0 for free ports
     advertise: str = ""  # address told to receivers; empty for `host`
     backends: tuple[str, ...] = BACKENDS
     lease_s: float = 30.0  # hold time without a sign of life of a receiver
@@ -80,7 +79,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 def prompt_hash(request: Any, tokens: int) -> str:
     """Hash a prompt's first tokens with its salt, adapter and media, 32 hexadecimal digits."""
-    media = [(each.identifier, each.mm_position.offset) for each in request.mm_features]
+    media = [(item.identifier, item.mm_position.offset) for item in request.mm_features]
     lora = request.lora_request and request.lora_request.lora_name
     tenure = msgspec.msgpack.encode([request.cache_salt, lora, media, tokens])
     ids = np.asarray(request.prompt_token_ids[:tokens], dtype="<i8").tobytes()
@@ -91,7 +90,7 @@ def prompt_hash(request: Any, tokens: int) -> str:
 class StepWork:
     """What a step's scheduler asks of the workers."""
 
-    # by request: True if its blocks will be offered, False if it ended without.
+    # True for a request whose blocks will be offered, False if it ended without.
     expect: dict[str, bool] = field(default_factory=dict)
     # (block ids, tokens, hash, secret) by request.
     offers: dict[str, tuple[list[int], int, str, str]] = field(default_factory=dict)
@@ -112,7 +111,7 @@ class SchedulerHalf:
         self._key, self._sends, self._pulls_blocks = key, sends, pulls
         self._ranks: list[TransferParams] = []
         # tickets and their tokens by request; None once used or refused.
-        self._offered: dict[str, tuple[list[TransferParams], int] | None] = {}
+        self._tickets: dict[str, tuple[list[TransferParams], int] | None] = {}
         self._work = StepWork()
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
@@ -128,17 +127,17 @@ class SchedulerHalf:
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return the tokens that a verified ticket offers beyond those computed; asynchronous."""
-        offered = self._offer(request)
-        count = 0 if offered is None else max(0, offered[1] - num_computed_tokens)
+        offer = self._offer(request)
+        count = 0 if offer is None else max(0, offer[1] - num_computed_tokens)
         return count, count > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Pull into the allocated blocks, once a request; without tokens to load, decline."""
-        offered = self._offer(request)
-        if offered is None:
+        offer = self._offer(request)
+        if offer is None:
             return
-        params, tokens = [ticket.to_params() for ticket in offered[0]], offered[1]
-        self._offered[request.request_id] = None
+        params, tokens = [ticket.to_params() for ticket in offer[0]], offer[1]
+        self._tickets[request.request_id] = None
         if not num_external_tokens:
             self._work.decline.append(params)
             return
@@ -156,11 +155,11 @@ class SchedulerHalf:
     ) -> tuple[bool, dict[str, Any] | None]:
         """Hold a prompt's blocks and return their tickets; end what the request had pending."""
         request_id = request.request_id
-        if (offered := self._offer(request)) is not None:
-            self._work.decline.append([ticket.to_params() for ticket in offered[0]])
-        elif request_id in self._offered:
+        if (offer := self._offer(request)) is not None:
+            self._work.decline.append([ticket.to_params() for ticket in offer[0]])
+        elif request_id in self._tickets:
             self._work.cancel.append(request_id)
-        self._offered.pop(request_id, None)
+        self._tickets.pop(request_id, None)
         if not self._sends or not _flag(request, "do_remote_decode"):
             return False, None
         held = len(block_ids[0]) * self._size
@@ -178,7 +177,7 @@ class SchedulerHalf:
         fields = {"remote_request_id": request_id, "remote_num_tokens": tokens,
                   "remote_last_hash": digest, "remote_secret": secret}  # fmt: skip
         tickets = [msgspec.structs.replace(rank, **fields) for rank in self._ranks]
-        params = [signed(each, self._key).to_params() for each in tickets]
+        params = [signed(ticket, self._key).to_params() for ticket in tickets]
         return True, {"do_remote_prefill": True, "do_remote_decode": False, "tickets": params}
 
     def _offer(self, request: Any) -> tuple[list[TransferParams], int] | None:
@@ -186,20 +185,20 @@ class SchedulerHalf:
         if not self._pulls_blocks or not _flag(request, "do_remote_prefill"):
             return None
         request_id = request.request_id
-        if request_id not in self._offered:
+        if request_id not in self._tickets:
             try:
-                self._offered[request_id] = self._verified(request)
+                self._tickets[request_id] = self._verified(request)
             except TransferError as error:
                 log.warning("%s computes its prompt, its ticket is refused: %s", request_id, error)
-                self._offered[request_id] = None
-        return self._offered[request_id]
+                self._tickets[request_id] = None
+        return self._tickets[request_id]
 
     def _verified(self, request: Any) -> tuple[list[TransferParams], int]:
         given = request.kv_transfer_params.get("tickets")
         if not isinstance(given, list) or not given:
             raise TransferError(TransferReason.BAD_PARAMS, "no tickets of a PigouConnector")
-        tickets = [read_transfer_params(each, self._key) for each in given]
-        if [each.remote_layout for each in tickets] != [each.remote_layout for each in self._ranks]:
+        tickets = [read_transfer_params(ticket, self._key) for ticket in given]
+        if [t.remote_layout for t in tickets] != [t.remote_layout for t in self._ranks]:
             raise TransferError(
                 TransferReason.LAYOUT,
                 "both servers need the same vLLM, model, dtype, block size and TP size",
@@ -221,51 +220,32 @@ def _has_ids(request: Any) -> bool:
 
 
 class CacheBlocks:
-    """A vLLM KV cache as blocks of bytes (`DeviceBlocks`); a block's parts lie in several planes.
+    """A vLLM KV cache as `DeviceBlocks`; a block is the concatenation of its row in each plane.
 
-    Each plane is a uint8 tensor, (blocks, bytes): one of all layers where vLLM puts a block's
-    layers together, else one a layer.
+    There is one plane where vLLM puts a block's layers together, else one a layer. On the host it
+    is an array, (blocks, bytes), else a `DeviceCopies`.
     """
 
-    def __init__(self, planes: Sequence[Any], layout: KVLayout, *, host: bool) -> None:
-        """Read with NumPy if `host`; else with torch, on a stream of its own."""
+    def __init__(self, planes: Sequence[Any], widths: Sequence[int], layout: KVLayout) -> None:
         self.layout = layout
-        self._widths = [int(plane.shape[1]) for plane in planes]
-        self._planes = [plane.numpy() for plane in planes] if host else list(planes)
-        self._host, self._lock = host, threading.Lock()
-        if not host:
-            import torch
-
-            self._torch, self._device = torch, torch.get_device_module(planes[0].device)
-            self._stream = self._device.Stream()
+        self._planes = planes
+        self._cuts = np.cumsum(widths[:-1])
 
     def as_bytes(self) -> None:
         """Return None: blocks are copied by `read` and `write`."""
 
     def read(self, ids: Ints) -> Bytes:
         """Copy blocks out, shape (n, block_bytes)."""
-        if self._host:
-            return np.concatenate([plane[ids] for plane in self._planes], axis=1)
-        with self._lock, self._device.stream(self._stream):
-            index = self._on_device(ids.astype(np.int64))
-            rows = self._torch.cat([plane[index] for plane in self._planes], dim=1)
-            return np.asarray(rows.cpu().numpy())
+        rows = [p[ids] if isinstance(p, np.ndarray) else p.read(ids) for p in self._planes]
+        return np.concatenate(rows, axis=1)
 
     def write(self, ids: Ints, data: Bytes) -> None:
         """Copy `data`, (n, block_bytes), into blocks `ids`."""
-        if self._host:
-            parts = np.split(data, np.cumsum(self._widths[:-1]), axis=1)
-            for plane, part in zip(self._planes, parts, strict=True):
+        for plane, part in zip(self._planes, np.split(data, self._cuts, axis=1), strict=True):
+            if isinstance(plane, np.ndarray):
                 plane[ids] = part
-            return
-        with self._lock, self._device.stream(self._stream):
-            index, rows = self._on_device(ids.astype(np.int64)), self._on_device(data)
-            for plane, part in zip(self._planes, rows.split(self._widths, dim=1), strict=True):
-                plane[index] = part
-            index.cpu()  # waits for the stream
-
-    def _on_device(self, data: Any) -> Any:
-        return self._torch.from_numpy(np.ascontiguousarray(data)).to(self._planes[0].device)
+            else:
+                plane.write(ids, part)
 
 
 class WorkerHalf:
@@ -308,8 +288,10 @@ class WorkerHalf:
             self._receiver.decline(tickets[self._rank])
 
     def _arrived(self, request: str, result: TransferResult) -> None:
-        told = (request, result.reason, result.bytes, result.seconds, result.backend)
-        log.debug("pull of %s: %s, %d bytes in %.6f s by %s", *told)
+        log.debug(
+            "pull of %s: %s, %d bytes in %.6f s by %s",
+            request, result.reason, result.bytes, result.seconds, result.backend,
+        )  # fmt: skip
         self._arrivals.append((request, result))
 
     def get_finished(
