@@ -95,6 +95,7 @@ class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):  # mad
     overrides: Mapping[str, float] = _NOTHING
     streamed: bool = True  # the driver sees tokens as they come, and reports them
     splits: bool = True  # another worker than the streaming one may compute the prompt
+    local: bool = True  # the streaming one may compute it
     # end of its tenure, when its cached blocks become void, in nanoseconds since 1970.
     expiry: int = NEVER
     sequences: int = 1  # sequences that its worker computes together, at least 1

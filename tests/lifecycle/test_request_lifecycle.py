@@ -34,6 +34,7 @@ from pigou.lifecycle.messages import (
     LegFailed,
     LifecycleEffect,
     LifecycleEvent,
+    PrefillBegan,
     Prefilled,
     PrefillStays,
     ReportDeaths,
@@ -53,7 +54,10 @@ from pigou.lifecycle.suspicion import MAX_DEATHS, WorkerEnd
 
 WORKERS = tuple("abcdef")
 LEG_STARTS = (FetchKV, StartPrefill, StartDecode)
-LEG_ENDS = (KVFetched, KVFetchFailed, Prefilled, StreamFinished, LegFailed, RequestRefused)
+LEG_ENDS = (
+    KVFetched, KVFetchFailed, PrefillBegan, Prefilled, StreamFinished, LegFailed, RequestRefused,
+)  # fmt: skip
+KINDS = (KVFetched, KVFetchFailed, PrefillBegan, Prefilled, StreamFinished)
 SHED = Shed("r", "it is full", 10)
 AGGREGATED = Choice("a")
 
@@ -78,7 +82,7 @@ def events(leg: st.SearchStrategy[int]) -> st.SearchStrategy[LifecycleEvent]:
         st.just(Queue("r", 3)),
         st.just(SHED),
         st.builds(Recall, st.just("r"), workers),
-        *(st.builds(kind, leg) for kind in (KVFetched, KVFetchFailed, Prefilled, StreamFinished)),
+        *(st.builds(kind, leg) for kind in KINDS),
         st.builds(StreamBegan, leg, st.booleans()),
         st.builds(TokensReceived, leg, st.integers(0, 3)),
         st.builds(TokensDropped, st.integers(0, 2)),
@@ -121,7 +125,7 @@ def current() -> st.SearchStrategy[Current]:
     """Events of the leg that is under way: sequences of them go far."""
     failed = st.frozensets(workers, min_size=1, max_size=2)
     return st.one_of(
-        st.sampled_from((KVFetched, KVFetchFailed, Prefilled, StreamFinished)).map(Current),
+        st.sampled_from(KINDS).map(Current),
         st.integers(1, 3).map(lambda count: Current(lambda leg: TokensReceived(leg, count))),
         st.tuples(failed, ends, st.booleans()).map(
             lambda drawn: Current(lambda leg: LegFailed(leg, drawn[0], "broke", *drawn[1:]))
@@ -168,7 +172,9 @@ def test_every_leg_that_is_started_ends_or_is_stopped_once(
         started = [effect.leg for effect in effects if isinstance(effect, LEG_STARTS)]
         assert len(stopped) <= 1
         assert set(stopped) <= under_way
-        ended_by_itself = isinstance(event, LEG_ENDS) and effects and event.leg == before
+        # A prefill leg beside the decode leg is a part of it.
+        moved = recorder.life.leg != before
+        ended_by_itself = isinstance(event, LEG_ENDS) and moved and event.leg == before
         if ended_by_itself or stopped:
             under_way.discard(before)
         assert not under_way or not started, "a leg is started while another is under way"
@@ -262,14 +268,15 @@ class Fleet:
             self.recorder.take(self.draw(kinds)(step.leg))
         elif isinstance(step, StartPrefill):
             assert step.worker not in self.excluded
-            self.answer(step.worker, Prefilled(step.leg))
+            kinds = st.sampled_from((Prefilled, PrefillBegan))
+            self.answer(step.worker, self.draw(kinds)(step.leg))
         elif isinstance(step, StartDecode):
             assert step.worker not in self.excluded
             self.decode(step)
         elif isinstance(step, CompleteStream):
             self.recorder.take(StreamFinished(step.leg))
         else:
-            assert isinstance(step, FirstToken), step
+            assert isinstance(step, FirstToken | PrefillDone), step
             self.decode(StartDecode(life.leg, life.choice.decode if life.choice else ""))
 
     def submit(self) -> None:
@@ -324,6 +331,33 @@ def test_tokens_are_neither_lost_nor_doubled_and_no_leg_is_at_an_excluded_worker
 
 
 # --- the single rules -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["reply", "token"])
+def test_a_prompt_computed_beside_the_decode_leg_is_reported_once(first: str) -> None:
+    recorder = Recorder()
+    recorder.begin()
+    recorder.take(Route("r", Choice("b", "a")))
+    (start,) = recorder.take(PrefillBegan(recorder.life.leg))
+    assert start == StartDecode(recorder.life.leg, "b")
+    ends = [Prefilled(start.leg), TokensReceived(start.leg, 1)]
+    for event in ends if first == "reply" else reversed(ends):
+        recorder.take(event)
+    assert recorder.effects[-2:] == [PrefillDone("r"), FirstToken("r")]
+    assert recorder.take(StreamFinished(start.leg))[-1].outcome is RequestOutcome.DONE
+
+
+def test_a_failed_leg_beside_another_ends_both_and_both_are_tried_again() -> None:
+    recorder = Recorder()
+    recorder.begin()
+    recorder.take(Route("r", Choice("b", "a")))
+    recorder.take(PrefillBegan(recorder.life.leg))
+    leg = recorder.life.leg
+    told, stop, submit = recorder.take(LegFailed(leg, frozenset({"a"}), "broke"))
+    assert (told, stop) == (PrefillDone("r", False), StopLeg(leg))
+    assert submit.exclude == {"a"}
+    recorder.take(Route("r", Choice("b")))
+    assert not recorder.life.overlapped
 
 
 def streaming(choice: Choice = AGGREGATED) -> Recorder:

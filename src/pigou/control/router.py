@@ -303,14 +303,16 @@ class CandidateCache:
             streams = streams & fleet.decodes
         name: bytes | tuple[bytes, bytes] = streams.tobytes()
         prefill = _NOBODY
-        if self._apart and request.splits:
+        if self._apart and (request.splits or not request.local):
             prefill = _prefillers(request, fleet, open_)
-            name = (streams.tobytes(), prefill.tobytes())
+            name = (streams.tobytes(), prefill.tobytes() + b"-" * (not request.local))
         pairs = self._sets.get(name)
         if pairs is None:
             if len(self._sets) >= _SETS:
                 self._sets.clear()
-            pairs = self._sets[name] = _pairs(fleet, np.flatnonzero(streams), prefill)
+            rows = np.flatnonzero(streams)
+            able = rows if request.local else rows[fleet.prefills[rows]]
+            pairs = self._sets[name] = _pairs(fleet, rows, prefill, able)
         return pairs
 
 
@@ -318,13 +320,14 @@ def candidates(request: Request, fleet: FleetView, open_: Flags, room: Flags) ->
     """Return the pairs that may serve a request; flags as in `Router.choose`.
 
     Each decode worker with room is paired with local prefill and with the least loaded prefill
-    workers of the fleet and of its rack, of the same version. Prompts below one block stay local.
+    workers of the fleet and of its rack, of the same version. Prompts below one block stay local,
+    and none where decode workers compute no prompts.
     """
     return CandidateCache().of(request, fleet, open_, room)
 
 
-def _pairs(fleet: FleetView, decode: Rows, prefill: Rows) -> Candidates:
-    local = np.full(len(decode), -1)
+def _pairs(fleet: FleetView, decode: Rows, prefill: Rows, able: Rows) -> Candidates:
+    local = np.full(len(able), -1)
     pure_prefill = fleet.prefills & ~fleet.decodes
     pure_decode = fleet.decodes & ~fleet.prefills
     first = np.repeat(prefill, len(decode))
@@ -333,13 +336,15 @@ def _pairs(fleet: FleetView, decode: Rows, prefill: Rows) -> Candidates:
     helps &= fleet.version[first] == fleet.version[second]
     return Candidates(
         np.concatenate([local, first[helps]]).astype(np.int32),
-        np.concatenate([decode, second[helps]]).astype(np.int32),
+        np.concatenate([able, second[helps]]).astype(np.int32),
     )
 
 
 def _prefillers(request: Request, fleet: FleetView, open_: Flags) -> Rows:
     pure = fleet.prefills & ~fleet.decodes
-    able = open_ & fleet.prefills & (request.prompt >= fleet.block_size)
+    able = open_ & fleet.prefills
+    if request.local:
+        able = able & (request.prompt >= fleet.block_size)
     chosen = np.flatnonzero(able & pure)
     if not len(chosen):
         chosen = np.flatnonzero(able)

@@ -405,7 +405,8 @@ class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
     id: str  # name in the fleet
     url: str  # base address, without a trailing slash
     role: Role = Role.BOTH
-    events: str = ""  # ZMQ address of its KV events; empty asks the server
+    # ZMQ address of its KV events, or `poll` (TensorRT-LLM's, over HTTP); empty asks the server.
+    events: str = ""
     replay: str = ""  # ZMQ address where past events can be asked for; empty asks the server
     topic: str = ""  # topic of the events; empty subscribes to all
     key: str = ""  # sent as bearer key

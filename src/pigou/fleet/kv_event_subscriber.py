@@ -9,17 +9,20 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
 import zmq
 import zmq.asyncio
 
 from pigou.background import cancel
 from pigou.fleet.probe import EventSource
+from pigou.gateway.proxy.upstream import Upstream
 from pigou.wire.bodies import REPLIES, ByteReservation, OverBudget
 from pigou.wire.fleet_secret import secure_client
 from pigou.wire.kv_event_decoding import (
     EventError,
     WireEvent,
     event_slices,
+    polled_events,
     sequence_frame,
     sequence_number,
 )
@@ -38,6 +41,10 @@ _MIN_PAUSE_S, _MAX_PAUSE_S = 0.01, 0.2
 _MAX_MESSAGE_BYTES, _MAX_REPLAY_BATCHES = 2**24, 100_000
 
 
+#: Path of events that are polled; seconds between polls, after a failure, and for an answer, which
+#: the server holds back for 2 s while it has none.
+_EVENTS = "/kv_cache_events"
+_POLL_S, _POLL_PAUSE_S, _POLL_TIMEOUT_S = 0.05, 1.0, 10.0
 #: Seconds after which a publisher that nobody has met is reported.
 _UNMET_S = 10.0
 
@@ -204,6 +211,41 @@ class EventSubscriber:
             return []
         finally:
             socket.close(0)
+
+
+class EventPoller:
+    """Polls a TensorRT-LLM server for KV events until cancelled; each answer empties its queue."""
+
+    def __init__(self, upstream: Upstream, apply: Apply, lose: Lose) -> None:
+        self._upstream, self._apply, self._lose = upstream, apply, lose
+        self._next: dict[int, int] = {}  # id of the next event, by rank
+        self._window = 0  # widest attention window so far: blocks of others are no whole prefix
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        while True:
+            try:
+                status, page = await self._upstream.get(_EVENTS, _POLL_TIMEOUT_S, "POST")
+                if status != 200:
+                    raise EventError(f"it answered {status}")
+                await self._take(page)
+                await asyncio.sleep(_POLL_S)
+            except (aiohttp.ClientError, OSError, TimeoutError, EventError) as error:
+                # An answer that was lost took its events along.
+                _log.warning("%s%s: %s", self._upstream.worker.url, _EVENTS, error or "no answer")
+                self._lose()
+                await asyncio.sleep(_POLL_PAUSE_S)
+
+    async def _take(self, page: bytes) -> None:
+        for polled in polled_events(page, self._upstream.worker.block_size):
+            # Events are numbered from 0, the creation of the cache.
+            if polled.id != self._next.get(polled.rank, 0):
+                self._lose()
+            self._next[polled.rank] = polled.id + 1
+            self._window = max(self._window, polled.window)
+            if polled.window == self._window and polled.events:
+                self._apply(polled.events)
+                await asyncio.sleep(0)
 
 
 async def _rest(spent_s: float) -> None:

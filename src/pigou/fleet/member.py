@@ -345,8 +345,8 @@ def check_fit(workers: Sequence[tuple[Role, Engine]]) -> None:
             "--model-pool NAME"
         )
     splits = any(role is not Role.BOTH for role, _ in workers)
-    if splits and len({engine.stock for _, engine in workers}) > 1:
+    if splits and len({(engine.stock, engine.family) for _, engine in workers}) > 1:
         raise FleetError(
-            "Pigou's workers and others cannot pass blocks to one another; "
+            "workers of different engines cannot pass blocks to one another; "
             "give them all role=both, or run two fleets"
         )

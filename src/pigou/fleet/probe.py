@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from pigou.gateway.proxy.upstream import Engine, ServedName, ServedNames, Upstream
-from pigou.request import UNKNOWN_LOCATION, Location, Rehearsed
+from pigou.request import UNKNOWN_LOCATION, Location, Rehearsed, Role
 from pigou.wire import metrics_text
 from pigou.wire.bodies import read_page
 from pigou.wire.errors import DECODING_ERRORS
@@ -35,7 +35,14 @@ _ProfileEntry = tuple[
 _MAX_NUMBER, _MAX_SOURCES = 2**31 - 1, 64
 #: Names of `/v1/models` that are used; the rest of a longer list is left out.
 _MAX_SERVED = 1024
+#: Endpoint of events that are polled over HTTP, as TensorRT-LLM has them.
+POLL = "poll"
 _ENDPOINT = re.compile(r"(tcp|ipc)://\S+$")
+#: Engines by the owner of their models; further names of pages and fields are theirs.
+_FAMILIES = {"sglang": "sglang", "tensorrt_llm": "trtllm"}
+#: Role by SGLang's `--disaggregation-mode`.
+_MODES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "null": Role.BOTH, "": Role.BOTH}
+_TRTLLM_BLOCK_SIZE = 32  # TensorRT-LLM's `tokens_per_block`
 
 
 class ProbeFailed(Exception):
@@ -67,6 +74,7 @@ class ProbeResult:
     startup_profile: tuple[Rehearsed, ...] = ()
     version: str = ""  # deployment version; empty if none
     location: Location = UNKNOWN_LOCATION  # labels of its node
+    role: Role | None = None  # the only role that the server was started for; None for any
 
 
 class _ModelCard(msgspec.Struct):
@@ -101,6 +109,14 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult
     ) as error:  # fmt: skip
         raise ProbeFailed(f"{url}: {error or type(error).__name__}") from error
     card = next((card for card in cards if not card.parent), cards[0])
+    family, host = _FAMILIES.get(card.owned_by, ""), urlsplit(url).hostname or ""
+    role = _MODES.get(text(about.get("disaggregation_mode"))) if family == "sglang" else None
+    if family == "sglang":
+        version, card.root = about.get("version"), text(about.get("model_path")) or card.root
+        cache = _sglang_cache(about)
+        sources = _sglang_sources(about.get("kv_events"))
+    elif family == "trtllm":
+        cache["block_size"] = cache.get("block_size") or _TRTLLM_BLOCK_SIZE
     engine = Engine(
         stock=card.owned_by != "pigou",
         model=card.id,
@@ -112,14 +128,17 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult
         deadlines=card.owned_by == "pigou" and about.get("order") == "edf",
         release=text(about.get("release")) or text(version),
         incarnation="" if card.owned_by != "pigou" else text(about.get("incarnation")),
+        family=family,
+        bootstrap=(host, _number(about.get("disaggregation_bootstrap_port")))
+        if family == "sglang" and role is Role.PREFILL
+        else None,
         served=_served(card.id, cards),
     )
-    host = urlsplit(url).hostname or ""
     return ProbeResult(
         engine,
         cache.get("block_size") or _BLOCK_SIZE,
         cache.get("num_gpu_blocks", 0),
-        _number(about.get("max_seqs")),
+        _number(about.get("max_running_requests" if family == "sglang" else "max_seqs")),
         tuple(_source(value, host) for value in sources.values() if _publishes(value))[
             :_MAX_SOURCES
         ],
@@ -127,7 +146,39 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult
         () if engine.stock else read_startup_profile(about.get("rehearsed")),
         deployment_version(about),
         _location(about.get("location")),
+        role,
     )
+
+
+def _sglang_cache(about: dict[str, Any]) -> dict[str, int]:
+    """Return the cache of SGLang's `/server_info`; blocks are those of KV events."""
+    events = about.get("kv_events")
+    published = events.get("block_size") if isinstance(events, dict) else None
+    size = _number(published) or _number(about.get("page_size")) or 1
+    return {
+        "block_size": size,
+        "num_gpu_blocks": _number(about.get("max_total_num_tokens")) // size,
+    }
+
+
+def _sglang_sources(events: Any) -> dict[str, Any]:
+    """Return the publishers of SGLang's `kv_events`: one a rank, at consecutive ports."""
+    if not isinstance(events, dict) or not isinstance(events.get("endpoint_host"), str):
+        return {}
+    base, replay = (
+        _number(events.get(f"{name}_port_base")) for name in ("endpoint", "replay_endpoint")
+    )
+    ranks = range(min(_number(events.get("dp_size")) or 1, _MAX_SOURCES))
+    address = f"tcp://{events['endpoint_host']}"
+    return {
+        str(rank): {
+            "endpoint": f"{address}:{base + rank}",
+            "replay_endpoint": f"{address}:{replay + rank}" if replay else None,
+            "topic": events.get("topic"),
+        }
+        for rank in ranks
+        if base
+    }
 
 
 async def read_served(upstream: Upstream, timeout_s: float) -> ServedNames | None:

@@ -14,8 +14,8 @@ from pigou.background import cancel
 from pigou.control.messages import CacheChanged, CacheLost
 from pigou.fleet.config import WatchConfig
 from pigou.fleet.hang_detection import EngineProgress, HangArbiter, HangDetector, read_health
-from pigou.fleet.kv_event_subscriber import EventSubscriber
-from pigou.fleet.probe import EventSource, read_served
+from pigou.fleet.kv_event_subscriber import EventPoller, EventSubscriber
+from pigou.fleet.probe import POLL, EventSource, read_served
 from pigou.fleet.worker_process import ProcessState
 from pigou.fleet.worker_report import metrics_progress, read_load, read_report
 from pigou.gateway.api.costs import note_report
@@ -76,7 +76,10 @@ class WorkerWatch:
         worker, background = self._upstream.worker.id, self._plane_driver.background
         subscribers = [
             background.start(
-                f"{worker} KV events", EventSubscriber(source, self._apply, self._lose).run
+                f"{worker} KV events",
+                EventPoller(self._upstream, self._apply, self._lose).run
+                if source.endpoint == POLL
+                else EventSubscriber(source, self._apply, self._lose).run,
             )
             for source in sources
         ]

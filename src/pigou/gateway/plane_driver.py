@@ -241,6 +241,12 @@ class PlaneDriver:
         others = [w for w in ups if w.role.decodes and w.id not in failed | near | draining]
         return failed | near if others else failed
 
+    @property
+    def computes_locally(self) -> bool:
+        """False if decode workers compute no prompts, as SGLang's."""
+        ups = self.upstreams.values()
+        return not any(up.engine.family == "sglang" and up.worker.role is Role.DECODE for up in ups)
+
     def serving(self, adapter: str) -> frozenset[str]:
         """Return the ids of workers with an adapter."""
         ups = self.upstreams.values()

@@ -218,7 +218,9 @@ class GatewayRun:
         """Trace id; empty without a trace."""
         return "" if self.trace is None else self.trace.context.trace_id
 
-    def request(self, generated: int = 0, eligible: frozenset[str] = frozenset()) -> Request:
+    def request(
+        self, generated: int = 0, eligible: frozenset[str] = frozenset(), *, local: bool = True
+    ) -> Request:
         """Return the request for ControlPlane, with `generated` tokens in its prompt."""
         parsed = self.parsed
         wanted = parsed.deadline_ms
@@ -234,6 +236,7 @@ class GatewayRun:
             overrides=parsed.overrides,
             streamed=parsed.stream,
             splits=parsed.splits,
+            local=local,
             sequences=parsed.sequences,
             group=parsed.group,
             held=self.held,

@@ -41,13 +41,19 @@ class KVFetchFailed(msgspec.Struct, frozen=True):
 
 
 class Prefilled(msgspec.Struct, frozen=True):
-    """The prefill leg computed the prompt."""
+    """The prefill leg computed the prompt; `leg` is the decode leg's if that runs beside it."""
 
     leg: int
 
 
 class PrefillStays(msgspec.Struct, frozen=True):
     """The prompt is not sent to a prefill worker: the decode worker computes it."""
+
+    leg: int
+
+
+class PrefillBegan(msgspec.Struct, frozen=True):
+    """The prefill leg runs, and the decode leg must run beside it: it waits for the KV."""
 
     leg: int
 
@@ -110,6 +116,7 @@ LegEvent: TypeAlias = (
     | KVFetchFailed
     | Prefilled
     | PrefillStays
+    | PrefillBegan
     | StreamBegan
     | TokensReceived
     | StreamFinished

@@ -29,6 +29,7 @@ from pigou.lifecycle.messages import (
     LegFailed,
     LifecycleEffect,
     LifecycleEvent,
+    PrefillBegan,
     Prefilled,
     PrefillStays,
     ReportDeaths,
@@ -100,6 +101,7 @@ class RequestLifecycle(msgspec.Struct, eq=False):
     received: int = 0  # output tokens of the present attempt
     begun: bool = False  # whether the client's stream has begun
     first_token_reported: bool = False  # whether the control plane knows of the first token
+    overlapped: bool = False  # the prefill leg runs beside the decode leg, and has not ended
     # ids of the workers that failed it since its last token, or that it was taken from.
     excluded: frozenset[str] = frozenset()
     failures: int = 0  # in a row, without a token between them
@@ -148,10 +150,23 @@ class RequestLifecycle(msgspec.Struct, eq=False):
         return (StartPrefill(self._enter(_PREFILL), choice.prefill),)
 
     def _prefilled(self, event: Prefilled, _: int) -> Effects:
+        if event.leg == self.leg and self.overlapped:
+            return self._prefill_over()
         if event.leg != self.leg or self.state is not _PREFILL or self.choice is None:
             return ()
         start = StartDecode(self._enter(_DECODE), self.choice.decode)
         return (PrefillDone(self.id), start)
+
+    def _prefill_began(self, event: PrefillBegan, _: int) -> Effects:
+        if event.leg != self.leg or self.state is not _PREFILL or self.choice is None:
+            return ()
+        self.overlapped = True
+        return (StartDecode(self._enter(_DECODE), self.choice.decode),)
+
+    def _prefill_over(self, computed: bool = True) -> Effects:
+        """Report the end of a prefill leg beside the decode leg, once."""
+        overlapped, self.overlapped = self.overlapped, False
+        return (PrefillDone(self.id, computed),) if overlapped else ()
 
     def _prefill_stays(self, event: PrefillStays, _: int) -> Effects:
         if event.leg != self.leg or self.state is not _PREFILL or self.choice is None:
@@ -166,10 +181,11 @@ class RequestLifecycle(msgspec.Struct, eq=False):
         return self._first_token() if event.token else ()
 
     def _first_token(self) -> Effects:
+        over = self._prefill_over()
         if self.first_token_reported:
-            return ()
+            return over
         self.first_token_reported = True
-        return (FirstToken(self.id),)
+        return (*over, FirstToken(self.id))
 
     def _tokens_received(self, event: TokensReceived, _: int) -> Effects:
         count = event.count
@@ -245,7 +261,7 @@ class RequestLifecycle(msgspec.Struct, eq=False):
         """Take it from its workers; report a prompt that was not computed to the control plane."""
         if self.state is _PREFILL:
             return (PrefillDone(self.id, False), StopLeg(self.leg))
-        return self._stop()
+        return (*self._prefill_over(computed=False), *self._stop())
 
     def _stop(self) -> Effects:
         return (StopLeg(self.leg),) if self.state in _LEGS else ()
@@ -272,6 +288,7 @@ _HANDLERS: dict[type, Callable[[RequestLifecycle, Any, int], Effects]] = {
     KVFetchFailed: RequestLifecycle._fetch_over,
     Prefilled: RequestLifecycle._prefilled,
     PrefillStays: RequestLifecycle._prefill_stays,
+    PrefillBegan: RequestLifecycle._prefill_began,
     StreamBegan: RequestLifecycle._stream_began,
     TokensReceived: RequestLifecycle._tokens_received,
     TokensDropped: RequestLifecycle._tokens_dropped,

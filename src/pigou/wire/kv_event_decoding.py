@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -358,6 +358,52 @@ def read_salt(fields: dict[str, Any]) -> str | None:
         texts = texts[1:] if texts[:1] == [fields.get("lora_name")] else texts
         return texts[-1] if texts and len(texts[-1]) <= MAX_NAME_CHARS else None
     return None
+
+
+#: TensorRT-LLM's tiers by `cache_level`.
+_LEVELS = (None, "CPU")
+
+
+class PolledEvents(NamedTuple):
+    """One of TensorRT-LLM's events."""
+
+    id: int  # consecutive, of one rank
+    rank: int
+    window: int  # attention window of its blocks, in tokens
+    events: tuple[WireEvent, ...]
+
+
+def polled_events(page: bytes, block_size: int) -> Iterator[PolledEvents]:
+    """Decode an answer of TensorRT-LLM's `/kv_cache_events`. Raises EventError."""
+    try:
+        for event in msgspec.json.decode(page):
+            number, rank = event["event_id"], event.get("attention_dp_rank") or 0
+            read = map(read_event, _polled_maps(event["data"], block_size))
+            window = event.get("window_size") or 0
+            yield PolledEvents(int(number), int(rank), int(window), tuple(filter(None, read)))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, LookupError, TypeError,
+            AttributeError, ValueError) as error:  # fmt: skip
+        raise EventError(f"not events of TensorRT-LLM: {error}") from None
+
+
+def _polled_maps(data: dict[str, Any], block_size: int) -> Iterator[dict[str, Any]]:
+    """Yield vLLM's maps of one event; the last block is left out while it is not full."""
+    kind, stored = data["type"], {"type": "BlockStored", "block_size": block_size}
+    removed = {"type": "BlockRemoved", "block_hashes": data.get("block_hashes")}
+    if kind == "removed":
+        yield from ({**removed, "medium": medium} for medium in _LEVELS)
+    elif kind == "updated" and data.get("cache_level"):
+        hashes, change = {"block_hashes": [data["block_hash"]]}, data["cache_level"]
+        yield {**stored, **hashes, "token_ids": [], "medium": _LEVELS[change["new_value"]]}
+        yield {**removed, **hashes, "medium": _LEVELS[change["old_value"]]}
+    blocks = data["blocks"] if kind == "stored" else []
+    if any(len(block["tokens"]) > block_size for block in blocks):
+        raise EventError(f"a block has over {block_size} tokens; attach the server anew")
+    if full := [block for block in blocks if len(block["tokens"]) == block_size]:
+        ids = [token["token_id"] for block in full for token in block["tokens"]]
+        hashes = {"block_hashes": [block["block_hash"] for block in full], "token_ids": ids}
+        medium, parent = _LEVELS[full[0].get("cache_level", 0)], data.get("parent_hash")
+        yield {**stored, **hashes, "parent_block_hash": parent, "medium": medium}
 
 
 #: Parts of events, and None where others should run.

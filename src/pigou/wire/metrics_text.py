@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Iterator
 
+import msgspec
+
 #: vLLM's gauges: running and waiting requests; share of KV blocks in use, by two releases.
 RUNNING, WAITING = b"vllm:num_requests_running", b"vllm:num_requests_waiting"
 USAGE, OLD_USAGE = b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc"
@@ -14,13 +16,57 @@ _SAMPLE = re.compile(rb"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)(?: \d+)?")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 #: Bytes of a page, bytes of a line, and lines that are parsed: of each engine, a handful.
 _MAX_PAGE_BYTES, _MAX_LINE_BYTES, _MAX_LINES = 2**23, 2**14, 1024
+#: SGLang's metrics that vLLM has by another name; all others differ by their prefix alone.
+_SGLANG = re.compile(rb"^sglang:(\w+)", re.MULTILINE)
+_RENAMED = {
+    b"num_running_reqs": b"num_requests_running", b"num_queue_reqs": b"num_requests_waiting",
+    b"token_usage": b"kv_cache_usage_perc", b"cached_tokens_total": b"prefix_cache_hits_total",
+}  # fmt: skip
 #: Digits that a number of a cache has fewer than: any such fits 31 bits.
 _DIGITS = 10
 
 
+class _CacheStats(msgspec.Struct, rename="camel"):
+    used_num_blocks: int = 0
+    max_num_blocks: int = 0
+    tokens_per_block: int = 0
+
+
+class _Iteration(msgspec.Struct, rename="camel"):
+    num_active_requests: int
+    num_queued_requests: int = 0
+    iter: int = 0
+    kv_cache_stats: _CacheStats | None = None
+
+
+_iterations = msgspec.json.Decoder(list[_Iteration])
+
+
+def vllm_names(page: bytes) -> bytes:
+    """Return a page of SGLang, or of TensorRT-LLM's iterations, as a page of vLLM; others as is."""
+    if b"sglang:" in page:
+        return _SGLANG.sub(lambda match: b"vllm:" + _RENAMED.get(match[1], match[1]), page)
+    if not page.startswith(b"[{"):
+        return page
+    try:
+        last = _iterations.decode(page)[-1]
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return b""
+    cache = last.kv_cache_stats or _CacheStats()
+    return (
+        b"%s %d\n%s %d\n%s %f\nvllm:iterations_total %d\n"
+        b'%s{block_size="%d",num_gpu_blocks="%d"} 1\n'
+    ) % (
+        RUNNING, last.num_active_requests, WAITING, last.num_queued_requests,
+        USAGE, cache.used_num_blocks / max(1, cache.max_num_blocks), last.iter,
+        _CACHE_CONFIG, cache.tokens_per_block, cache.max_num_blocks,
+    )  # fmt: skip
+
+
 def lines(page: bytes, names: tuple[bytes, ...], max_bytes: int = _MAX_PAGE_BYTES) -> list[bytes]:
     """Return the lines of a page that begin with one of the names."""
-    return [line for line in page[:max_bytes].splitlines() if line.startswith(names)]
+    page = vllm_names(page[:max_bytes])
+    return [line for line in page.splitlines() if line.startswith(names)]
 
 
 def samples(
@@ -35,7 +81,7 @@ def samples(
 
 def all_samples(page: bytes, max_bytes: int) -> Iterator[tuple[str, dict[str, str], float]]:
     """Yield name, labels and value of all samples; malformed lines are skipped."""
-    for line in page[:max_bytes].splitlines():
+    for line in vllm_names(page[:max_bytes]).splitlines():
         match = None if line.startswith(b"#") else _SAMPLE.fullmatch(line)
         if match is not None:
             try:

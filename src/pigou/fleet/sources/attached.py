@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pigou.fleet.config import AttachedWorker, FleetError
 from pigou.fleet.member import Member, MemberSetup
-from pigou.fleet.probe import EventSource, ProbeFailed, ProbeResult, fleet_key, probe
+from pigou.fleet.probe import POLL, EventSource, ProbeFailed, ProbeResult, fleet_key, probe
 from pigou.fleet.provider import ProvidedPool, Provider
 from pigou.fleet.registry.entry import WorkerEntry
 from pigou.request import Location, Role
@@ -44,6 +44,13 @@ class ServerSource:
 
     def _checked(self, probed: ProbeResult) -> ProbeResult:
         spec = self.spec
+        if probed.role not in (None, spec.role):
+            raise FleetError(
+                f"{spec.url} was started for role={probed.role}, and is to have role={spec.role}; "
+                "give it the role that its --disaggregation-mode says"
+            )
+        if spec.events == POLL and probed.engine.family != "trtllm":
+            raise FleetError(f"attach: {spec.url} has events={POLL}, and is no TensorRT-LLM server")
         if self._entry is not None:
             check_incarnation(self._entry, probed)
             # A stock engine knows no version of its deployment.

@@ -35,6 +35,7 @@ from pigou.lifecycle.messages import (
     KVFetchFailed,
     LegFailed,
     LifecycleEvent,
+    PrefillBegan,
     Prefilled,
     PrefillStays,
     ReportDeaths,
@@ -55,7 +56,14 @@ from pigou.lifecycle.request import RECALLED, Effects, RequestLifecycle
 from pigou.request import SECOND
 from pigou.wire.errors import DECODING_ERRORS, APIError
 from pigou.wire.openai_requests import without_bom
-from pigou.wire.prefill_decode_legs import leg_one, leg_two, ticket
+from pigou.wire.prefill_decode_legs import (
+    context_ticket,
+    first_token_leg,
+    leg_one,
+    leg_two,
+    room_ticket,
+    ticket,
+)
 
 _log = logging.getLogger("pigou.gateway")
 
@@ -91,6 +99,9 @@ class RequestDriver(ABC):
         self._refusal: APIError | None = None
         self._end: EndRequest | None = None
         self._awaiting: asyncio.Task[object] | None = None  # a step that may be broken off
+        self._concurrent_prefill: asyncio.Task[None] | None = (
+            None  # prefill leg beside the decode leg
+        )
         self._interrupted: Effects = ()
 
     async def drive(self) -> bytes:
@@ -119,6 +130,9 @@ class RequestDriver(ABC):
                         self._refusal, event = error, RequestRefused(step.leg)
                 finally:
                     self._awaiting = None
+                    if self._concurrent_prefill is not None and type(step) is not StartPrefill:
+                        self._concurrent_prefill.cancel()
+                        self._concurrent_prefill = None
                 step = self._apply(await self._follow(step, event, failure))
         finally:
             self._plane_driver.drivers.pop(self.run.parsed.id, None)
@@ -127,8 +141,8 @@ class RequestDriver(ABC):
             self._count_end()
         return self._result()
 
-    def interrupt(self, decision: Recall | Shed) -> bool:
-        """Apply a decision on the routed request; True if it cancels the current step."""
+    def interrupt(self, decision: Recall | Shed | LegFailed | RequestRefused) -> bool:
+        """Apply what ends the routed request's attempt; True if it cancels the current step."""
         task = self._awaiting
         if task is None or self._interrupted:
             return False
@@ -174,12 +188,15 @@ class RequestDriver(ABC):
             # Frames of the failure and its cause would keep this driver and what was read.
             self._failure = failure.with_traceback(None)
             failure.__cause__ = failure.__context__ = None
-            fate = failure.fate if failure.may_be_death else None
-            end = None if fate is None else await fate()
-            complete = self.relay.state.finish is not None and self.run.parsed.single
-            event = LegFailed(step.leg, failure.workers, failure.reason, end, complete)
+            event = await self._leg_failed(step.leg, failure)
         assert event is not None
         return self.life.take(event, now_ns)
+
+    async def _leg_failed(self, leg: int, failure: WorkerFailed) -> LegFailed:
+        fate = failure.fate if failure.may_be_death else None
+        end = None if fate is None else await fate()
+        complete = self.relay.state.finish is not None and self.run.parsed.single
+        return LegFailed(leg, failure.workers, failure.reason, end, complete)
 
     def _without_adapter(self, step: Step, error: APIError) -> WorkerFailed | None:
         """Return the failure of a worker that unloaded the adapter; None for a refusal."""
@@ -253,7 +270,9 @@ class RequestDriver(ABC):
         if parsed.adapter and not eligible:
             raise unknown_model(parsed.adapter)
         try:
-            decision = await plane_driver.decide(run.request(step.tokens, eligible), exclude)
+            local = plane_driver.computes_locally
+            request = run.request(step.tokens, eligible, local=local)
+            decision = await plane_driver.decide(request, exclude)
         except ConfigError as error:
             raise overrides_refused(error) from error
         self._metrics.stages.queue_wait.observe((time.monotonic_ns() - start_ns) / SECOND)
@@ -299,31 +318,64 @@ class RequestDriver(ABC):
 
     async def _prefill(self, step: StartPrefill) -> LifecycleEvent:
         run, start_ns = self.run, time.monotonic_ns()
-        prefill = self._plane_driver.upstream(step.worker)
-        leg = leg_one(self._body, chat=self._path != COMPLETIONS, read=self._transfer)
-        leg = self._leg_body(prefill.engine, leg | {"return_token_ids": False})
+        prefill, chat = self._plane_driver.upstream(step.worker), self._path != COMPLETIONS
+        engine, queue = prefill.engine, self._plane_driver.prefill_queue
+        if engine.bootstrap is not None:
+            self._transfer = room_ticket(*engine.bootstrap)
+            leg = self._leg_body(engine, first_token_leg(self._body, self._transfer))
+            self._concurrent_prefill = asyncio.create_task(
+                self._prefill_concurrently(step.leg + 1, prefill, leg)
+            )
+            return PrefillBegan(step.leg)
+        if engine.family:
+            leg, queue = first_token_leg(self._body, None), None
+        else:
+            leg = leg_one(self._body, chat=chat, read=self._transfer) | {"return_token_ids": False}
+        leg = self._leg_body(engine, leg)
         try:
-            queue = self._plane_driver.prefill_queue
             if queue is not None:
                 pulled = await self._pull(queue, prefill, leg)
                 if pulled is None:
                     return PrefillStays(step.leg)
                 reply = pulled
             else:
-                with prefill.busy():
-                    reply = await prefill.whole(
-                        self._path, leg, run.parsed.wire_id, run.parsed.tenant, run.outgoing,
-                        held=run.reply_bytes, max_bytes=MAX_TICKET_BYTES,
-                    )  # fmt: skip
-            self._transfer = ticket(reply)
+                reply = await self._prefill_reply(prefill, leg)
+            self._transfer = context_ticket(reply, chat=chat) if engine.family else ticket(reply)
         except DECODING_ERRORS as error:
             raise prefill.broke("garbage", error) from error
         run.cached = None if self._transfer is None else cached_tokens(reply)
+        self._computed(start_ns)
+        return Prefilled(step.leg)
+
+    async def _prefill_reply(self, prefill: Upstream, leg: Body) -> bytes:
+        run = self.run
+        with prefill.busy():
+            return await prefill.whole(
+                self._path, leg, run.parsed.wire_id, run.parsed.tenant, run.outgoing,
+                held=run.reply_bytes, max_bytes=MAX_TICKET_BYTES,
+            )  # fmt: skip
+
+    def _computed(self, start_ns: int) -> None:
         now_ns = time.monotonic_ns()
         self._metrics.prefill.observe((now_ns - start_ns) / SECOND)
-        if run.metered is not None:
-            run.metered.computed_ns = now_ns
-        return Prefilled(step.leg)
+        if self.run.metered is not None:
+            self.run.metered.computed_ns = now_ns
+
+    async def _prefill_concurrently(self, decode_leg: int, prefill: Upstream, leg: Body) -> None:
+        """Run a prefill leg beside the decode leg, which waits for its KV and fails with it."""
+        start_ns = time.monotonic_ns()
+        try:
+            await self._prefill_reply(prefill, leg)
+        except WorkerFailed as failure:
+            failed = await self._leg_failed(decode_leg, failure)
+            if self.life.overlapped and self.interrupt(failed):
+                self._failure = failure.with_traceback(None)
+        except APIError as error:
+            if self.life.overlapped and self.interrupt(RequestRefused(decode_leg)):
+                self._refusal = error
+        else:
+            self._computed(start_ns)
+            self._apply(self.life.take(Prefilled(decode_leg), time.monotonic_ns()))
 
     async def _pull(
         self, queue: GatewayPrefillQueue, forecast: Upstream, leg: Body
@@ -363,6 +415,8 @@ class RequestDriver(ABC):
         parsed = self.run.parsed
         if parsed.deadline_ms is not None and self._plane_driver.heeds_deadlines:
             body = engine.dated(body, parsed.left_ms(time.monotonic_ns()))
+        if not parsed.wants_ids:
+            body = engine.fitted(body, chat=self._path != COMPLETIONS)
         return engine.addressed(engine.ranked(body, self._priority), parsed.fields.model)
 
     def _meter_prompt(self) -> None:

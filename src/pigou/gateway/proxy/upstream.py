@@ -105,6 +105,8 @@ class Engine:
     pin: str = ""  # worker id behind a Dynamo frontend; empty lets its router choose
     release: str = ""  # release of weights or engine; empty if not reported
     incarnation: str = ""  # id of the process; empty for stock servers
+    family: str = ""  # `sglang` or `trtllm`, whose fields differ; empty for vLLM's
+    bootstrap: tuple[str, int] | None = None  # host and port where SGLang's prefill legs are met
     # further names that requests may use.
     served: ServedNames = field(default=ServedNames(), hash=False)
 
@@ -127,6 +129,12 @@ class Engine:
         if name is None or self.serves(name):
             return body
         return {**body, "model": self.model}
+
+    def fitted(self, body: Body, *, chat: bool) -> Body:
+        """Return a body without the gateway's wish for token ids, which some engines refuse."""
+        if not self.family or (self.family == "sglang" and not chat):
+            return body
+        return {name: value for name, value in body.items() if name != "return_token_ids"}
 
     def ranked(self, body: Body, priority: int | None) -> Body:
         """Return a body with the gateway's `priority`, if the engine takes one; None keeps it."""
@@ -349,10 +357,10 @@ class Upstream:
         finally:
             self._connections.give_back(connection)
 
-    async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
-        """GET status and body; raises `aiohttp.ClientError`, `TimeoutError`."""
-        async with self._session.get(
-            self.worker.url + path, timeout=aiohttp.ClientTimeout(total=timeout_s)
+    async def get(self, path: str, timeout_s: float, method: str = "GET") -> tuple[int, bytes]:
+        """Return a page's status and body; raises `aiohttp.ClientError`, `TimeoutError`."""
+        async with self._session.request(
+            method, self.worker.url + path, timeout=aiohttp.ClientTimeout(total=timeout_s)
         ) as response:
             return response.status, await read_page(response)
 
