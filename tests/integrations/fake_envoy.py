@@ -270,27 +270,25 @@ class Picker:
 @asynccontextmanager
 async def picker_of(
     *stubs: Stub, epp: EppConfig | None = None, control: ControlConfig | None = None,
-    ready: bool = True, pool: Any = None, attach: bool = True, prepare: Any = None,
+    ready: bool = True, pool: Any = None, urls: Sequence[str] = (), prepare: Any = None,
     **gateway: Any,
 ) -> AsyncIterator[Picker]:  # fmt: skip
     """A picker with these workers attached."""
     runners = [await stub.start() for stub in stubs]
-    workers = [
-        AttachedWorker.parse(f"{stub.url},role={stub.role}", number)
-        for number, stub in enumerate(stubs)
-    ]
+    attach = [f"{stub.url},role={stub.role}" for stub in stubs] or list(urls)
+    workers = [AttachedWorker.parse(text, number) for number, text in enumerate(attach)]
     serving = PickerServing(
         epp or EppConfig(listen_port=0, plaintext=True),
         GatewayConfig(port=0, strict=False, **gateway),
         control or ControlConfig(peer_reads=False),
-        FleetSetup(workers=workers if attach else [], watch=WATCH),
+        FleetSetup(workers=workers, watch=WATCH),
         pool=pool,
     )
     if prepare is not None:
         prepare(serving)
     try:
         await serving.start()
-        if ready and attach:
+        if ready:
             async with asyncio.timeout(20):
                 while len(serving.plane_driver.upstreams) < len(stubs):
                     await asyncio.sleep(0.02)

@@ -224,7 +224,7 @@ class EndpointPicker:
             request.model.metrics.decided(why, (computes or decode).worker.block_size, run.keys)
             others = [endpoints[id] for id in _by_cost(why) if id in endpoints]
             order += [at for at in others if at not in order][: self._config.fallbacks]
-            if wanted.headers.get(PRICES, "0") != "0":
+            if wanted.headers.get(PRICES, "") not in ("", "0"):
                 reply[PRICES] = prices(why, endpoints)
         prefiller = endpoints.get(choice.prefill or "", "")
         headers = {PREFILLER: prefiller} if prefiller else {}
