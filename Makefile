@@ -14,7 +14,7 @@ PIP_FLAGS := --disable-pip-version-check --no-warn-script-location -c constraint
 # What needs no peer, no GPU, and not much time.
 FAST   := not slow and not vllm and not dynamo and not gpu
 
-.PHONY: serve gpu test test-all explore lint format bench check-results docs clean
+.PHONY: serve gpu test test-all explore lint format bench check-results seams docs clean
 
 serve: $(VENV)/.serve
 	$(BIN)/pigou serve $(ARGS)
@@ -48,6 +48,10 @@ bench: $(VENV)/.dev
 # Simulated figures of docs/results, a sample, against the pages: about five minutes.
 check-results: $(VENV)/.dev
 	$(BIN)/python -m tools.check_results $(ARGS)
+
+# Interfaces of other engines that adapters rely on, against their newest releases (downloads wheels).
+seams: $(VENV)/.dev
+	$(BIN)/python -m tools.seams $(ARGS)
 
 docs: $(VENV)/.dev
 	$(BIN)/python -m tools.cli_reference > docs/reference/cli.md
