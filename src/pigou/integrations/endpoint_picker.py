@@ -53,6 +53,7 @@ from pigou.integrations.reply_accounting import PickedRequest
 from pigou.kv.tenure import Tenure
 from pigou.request import SECOND
 from pigou.wire.errors import DECODING_ERRORS, APIError
+from pigou.wire.fleet_secret import TENANT
 from pigou.wire.openai_requests import without_bom
 from pigou.wire.request_validation import REQUEST_ID_HEADER
 from pigou.wire.request_validation import request_id as wire_id
@@ -65,6 +66,8 @@ OBJECTIVE = ("x-gateway-inference-objective", "x-llm-d-inference-objective")
 FAIRNESS = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id")
 REWRITE = ("x-gateway-model-name-rewrite", "x-llm-d-model-name-rewrite")
 TTFT = "x-slo-ttft-ms"
+#: Paths that clients of the proxy may ask with the worker's key, or the fleet's secret.
+_KEYED = ("/v1/completions", "/v1/chat/completions", "/v1/models")
 #: Where a decode worker's sidecar has the prompt computed; absent for local prefill.
 PREFILLER = "x-prefiller-host-port"
 #: Asks for the decision's prices in a response header of the same name.
@@ -228,7 +231,12 @@ class EndpointPicker:
                 reply[PRICES] = prices(why, endpoints)
         prefiller = endpoints.get(choice.prefill or "", "")
         headers = {PREFILLER: prefiller} if prefiller else {}
-        return EndpointPick(",".join(order), headers, () if prefiller else (PREFILLER,))
+        if wanted.headers.get(":path", "").partition("?")[0] in _KEYED:
+            headers |= decode.bearer
+            if mark := decode.mark(run.parsed.tenant):
+                headers[TENANT] = mark
+        removed = tuple(name for name in (PREFILLER, TENANT) if name not in headers)
+        return EndpointPick(",".join(order), headers, removed)
 
     async def _decide(self, request: PickedRequest, eligible: frozenset[str]) -> Choice:
         run, start_ns = request.run, time.monotonic_ns()

@@ -165,7 +165,7 @@ class Upstream:
         self._end: asyncio.Future[WorkerEnd] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._sent_away: set[asyncio.Task[Any]] = set()
-        bearer = {"authorization": f"Bearer {secret}"} if secret else {}
+        self.bearer = bearer = {"authorization": f"Bearer {secret}"} if secret else {}
         self._headers = _HEADERS | bearer
         if engine.pin:
             self._headers["x-dynamo-worker-instance-id"] = engine.pin
