@@ -16,14 +16,15 @@ from pigou.request import SECOND
 def test_the_streams_of_a_worker_that_does_not_say_its_limit_are_learned() -> None:
     bound, said, names = ConcurrencyLimit(), np.array([0, 7]), ("x", "y")
     assert bound.of(said, names).tolist() == [FIRST_LIMIT, 7]
-    bound.report(LoadReport("x", 32, 0, 0.1), 32)
+    bound.report(LoadReport("x", 32, 0, 0.1), 32, 0)
+    bound.report(LoadReport("x", 32, 0, 0.1), 32, SECOND // 50)  # of the same change
     assert bound.of(said, names).tolist() == [2 * FIRST_LIMIT, 7]
-    bound.report(LoadReport("x", 40, 24, 0.9), 64)
+    bound.report(LoadReport("x", 40, 24, 0.9), 64, SECOND)
     assert bound.of(said, names).tolist() == [44, 7]
-    for _ in range(10):
-        bound.report(LoadReport("x", 40, 3, 0.9), 44)
+    for second in range(2, 12):
+        bound.report(LoadReport("x", 40, 3, 0.9), 44, second * SECOND)
     assert bound.of(said, names).tolist() == [40, 7]
-    bound.report(LoadReport("x", 20, 0, 0.9), 20)
+    bound.report(LoadReport("x", 20, 0, 0.9), 20, 12 * SECOND)
     assert bound.of(said, names).tolist() == [40, 7]
 
 

@@ -87,6 +87,7 @@ async def running(
     models: tuple[DeclaredModel, ...] = (),
     templates: Sequence[WorkerTemplate] = (),
     prices: str = "",
+    token_endpoint: bool = True,
 ) -> AsyncIterator[tuple[Serving, Client]]:
     """Run a fleet of (prefill, decode, both) workers behind a gateway.
 
@@ -97,7 +98,7 @@ async def running(
     ]  # fmt: skip
     gateway = GatewayConfig(
         port=0, strict=not attach, journal=None if journal is None else str(journal),
-        prices=prices, gpu="cpu" if prices else "",
+        token_endpoint=token_endpoint, prices=prices, gpu="cpu" if prices else "",
         priced_model="llama-3.1-8b" if prices else "",
     )  # fmt: skip
     if template is not None and not templates:

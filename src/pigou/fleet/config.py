@@ -27,7 +27,9 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,255}", re.ASCII)
 _GROUP = "Model and workers"
 #: Default workers of a local fleet: prefill, decode.
 _LOCAL = (1, 2)
-_ATTACH_OPTIONS = ("role", "events", "replay", "topic", "key", "pin", *Location._fields)
+_ATTACH_OPTIONS = ("role", "events", "replay", "topic", "load", "key", "pin", *Location._fields)
+#: Address that a worker's load is pushed from; `curve+` where the fleet's secret encrypts it.
+_LOAD = re.compile(r"(curve\+)?(tcp|ipc)://\S+")
 
 
 class ModelPoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -208,7 +210,8 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         tuple[str, ...],
         option(
             "Running server to use: URL[,role=prefill|decode|both][,events=tcp://..]"
-            "[,replay=tcp://..][,topic=T][,key=K][,pin=ID][,host=H][,rack=R][,zone=Z]. "
+            "[,replay=tcp://..][,topic=T][,load=tcp://..][,key=K][,pin=ID][,host=H][,rack=R]"
+            "[,zone=Z]. "
             "Repeatable.",
             _GROUP,
         ),
@@ -409,6 +412,7 @@ class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
     events: str = ""
     replay: str = ""  # ZMQ address where past events can be asked for; empty asks the server
     topic: str = ""  # topic of the events; empty subscribes to all
+    load: str = ""  # [curve+]ZMQ address that its load is pushed from; empty polls /metrics alone
     key: str = ""  # sent as bearer key
     # worker id behind a frontend of NVIDIA Dynamo; empty for other servers.
     pin: str = ""
@@ -432,6 +436,11 @@ class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
         role = options.pop("role", Role.BOTH.value)
         if role not in list(Role):
             raise ConfigError(f"attach: role is {role!r}; it must be prefill, decode or both")
+        if (load := options.get("load")) is not None and not _LOAD.fullmatch(load):
+            raise ConfigError(
+                f"attach: load is {load!r}; write tcp://HOST:PORT as PIGOU_LOAD of that server "
+                "says, or curve+tcp://HOST:PORT where it has the fleet's secret"
+            )
         if not options.get("host") and (options.get("rack") or options.get("zone")):
             raise ConfigError(f"attach: {text!r} has labels of a node without its host=")
         url = url.rstrip("/").removesuffix("/v1")

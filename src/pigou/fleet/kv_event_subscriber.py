@@ -39,6 +39,8 @@ _LONG_S, _REST = 0.0005, 3
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.01, 0.2
 #: Bytes of one message, beyond which ZMQ ends the connection; batches and bytes of one replay.
 _MAX_MESSAGE_BYTES, _MAX_REPLAY_BATCHES = 2**24, 100_000
+#: Bytes of one pushed load, and seconds between two.
+_MAX_LOAD_BYTES, _LOAD_PAUSE_S = 4096, 0.01
 
 
 #: Path of events that are polled; seconds between polls, after a failure, and for an answer, which
@@ -246,6 +248,25 @@ class EventPoller:
             if polled.window == self._window and polled.events:
                 self._apply(polled.events)
                 await asyncio.sleep(0)
+
+
+async def read_pushed_load(source: EventSource, take: Callable[[bytes], None]) -> None:
+    """Take the newest load that a worker pushed, at most 100 in a second, until cancelled."""
+    with zmq.asyncio.Context() as context:
+        socket = context.socket(zmq.SUB)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.CONFLATE, 1)  # older ones are dropped unread
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_LOAD_BYTES)
+        if source.secret is not None:
+            secure_client(socket, source.secret)
+        socket.setsockopt_string(zmq.SUBSCRIBE, source.topic)
+        socket.connect(source.endpoint)
+        try:
+            while True:
+                take(await socket.recv())
+                await asyncio.sleep(_LOAD_PAUSE_S)
+        finally:
+            socket.close(0)
 
 
 async def _rest(spent_s: float) -> None:

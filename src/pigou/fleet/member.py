@@ -220,9 +220,11 @@ class Member:
         key: str,
         sources: tuple[EventSource, ...],
         process: MemberProcess | None = None,
+        load: EventSource | None = None,
     ) -> str:
         """Serve until the worker is down; return why. Raises FleetError for a misfit."""
         sources = self._readable(sources)
+        load = next(iter(self._readable((load,) if load else ())), None)
         self.stock = probed.engine.stock
         engine = self._join(probed.engine)
         worker = Worker(
@@ -258,7 +260,7 @@ class Member:
             None if process is None else lambda: process.heartbeat,
         )
         try:
-            why = await watch.until_down(sources)
+            why = await watch.until_down(sources, load)
             if process is not None and not watch.hung:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_EXIT_S):
@@ -302,8 +304,8 @@ class Member:
         secret = self.setup.secret
         if any(source.encrypted for source in sources) and secret is None:
             _log.error(
-                "%s encrypts its KV events, and there is no fleet secret here, so what is cached "
-                "there is not seen: give --fleet-secret-file or PIGOU_FLEET_SECRET",
+                "%s encrypts its KV events or load, and there is no fleet secret here, so they are "
+                "not read: give --fleet-secret-file or PIGOU_FLEET_SECRET",
                 self.id,
             )
             return ()

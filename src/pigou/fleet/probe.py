@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -37,6 +37,10 @@ _MAX_NUMBER, _MAX_SOURCES = 2**31 - 1, 64
 _MAX_SERVED = 1024
 #: Endpoint of events that are polled over HTTP, as TensorRT-LLM has them.
 POLL = "poll"
+#: A completion and a chat, as a vLLM server's render routes take them.
+_RENDERED: dict[bool, dict[str, Any]] = {
+    False: {"prompt": "x"}, True: {"messages": [{"role": "user", "content": "x"}]},
+}  # fmt: skip
 _ENDPOINT = re.compile(r"(tcp|ipc)://\S+$")
 #: Engines by the owner of their models; further names of pages and fields are theirs.
 _FAMILIES = {"sglang": "sglang", "tensorrt_llm": "trtllm"}
@@ -89,6 +93,15 @@ class _ModelCards(msgspec.Struct):
     data: list[_ModelCard]
 
 
+class _Rendered(msgspec.Struct):
+    """A request that a vLLM server made of a text: for its generate endpoint."""
+
+    token_ids: list[int]
+    sampling_params: dict[str, Any]
+    output_mode: Literal["tokens"]
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+
+
 async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult:
     """Probe a worker. Raises ProbeFailed."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -103,12 +116,13 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult
             cache = metrics_text.cache_config((await _get(session, url + "/metrics"))[1])
             sources = _json((await _get(session, url + "/kv_event_sources"))[1])
             about = _json((await _get(session, url + "/server_info"))[1])
+            card = next((card for card in cards if not card.parent), cards[0])
+            generate = await _generate_defaults(session, url, card)
     except (
         aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError,
         RecursionError,
     ) as error:  # fmt: skip
         raise ProbeFailed(f"{url}: {error or type(error).__name__}") from error
-    card = next((card for card in cards if not card.parent), cards[0])
     family, host = _FAMILIES.get(card.owned_by, ""), urlsplit(url).hostname or ""
     role = _MODES.get(text(about.get("disaggregation_mode"))) if family == "sglang" else None
     if family == "sglang":
@@ -132,6 +146,7 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult
         bootstrap=(host, _number(about.get("disaggregation_bootstrap_port")))
         if family == "sglang" and role is Role.PREFILL
         else None,
+        generate_defaults=generate,
         served=_served(card.id, cards),
     )
     return ProbeResult(
@@ -179,6 +194,33 @@ def _sglang_sources(events: Any) -> dict[str, Any]:
         for rank in ranks
         if base
     }
+
+
+async def _generate_defaults(
+    session: aiohttp.ClientSession, url: str, card: _ModelCard
+) -> dict[bool, dict[str, Any]]:
+    """Return the default sampling parameters of vLLM's generate endpoint, where it is enabled.
+
+    Chats are left out where a reasoning parser would take their text apart; everything is where the
+    server bounds output by more than its context.
+    """
+    defaults: dict[bool, dict[str, Any]] = {}
+    for chat, body in _RENDERED.items() if card.owned_by == "vllm" else ():
+        path = f"/v1/{'chat/' * chat}completions/render"
+        async with session.post(url + path, json=body | {"model": card.id}) as response:
+            page = await read_page(response) if response.status == 200 else b""
+        try:
+            rendered = msgspec.json.decode(page, type=_Rendered | tuple[_Rendered])
+        except DECODING_ERRORS:
+            continue
+        one = rendered[0] if isinstance(rendered, tuple) else rendered
+        left = (card.max_model_len or 0) - len(one.token_ids)
+        if chat and one.sampling_params.pop("max_tokens", left) != left:
+            return {}
+        if not one.reasoning_parser_kwargs:
+            names = one.sampling_params.keys() - {"output_kind", "skip_clone"}  # the server's own
+            defaults[chat] = {name: one.sampling_params[name] for name in names}
+    return defaults
 
 
 async def read_served(upstream: Upstream, timeout_s: float) -> ServedNames | None:

@@ -238,6 +238,7 @@ def _plane_driver(
     prompts = PromptReader(
         PromptTokenizer.named(model.tokenizer) if model.tokenizer else None,
         allow_special_tokens=gateway.allow_special_tokens,
+        token_endpoint=gateway.token_endpoint,
     )
     plane, journal = make_plane(control, gateway), None
     if gateway.journal is not None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import aiohttp
 
@@ -14,13 +16,14 @@ from pigou.background import cancel
 from pigou.control.messages import CacheChanged, CacheLost
 from pigou.fleet.config import WatchConfig
 from pigou.fleet.hang_detection import EngineProgress, HangArbiter, HangDetector, read_health
-from pigou.fleet.kv_event_subscriber import EventPoller, EventSubscriber
+from pigou.fleet.kv_event_subscriber import EventPoller, EventSubscriber, read_pushed_load
 from pigou.fleet.probe import POLL, EventSource, read_served
 from pigou.fleet.worker_process import ProcessState
 from pigou.fleet.worker_report import metrics_progress, read_load, read_report
 from pigou.gateway.api.costs import note_report
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.proxy.upstream import GONE, Upstream
+from pigou.wire import metrics_text
 from pigou.wire.kv_event_decoding import WireEvent
 
 _log = logging.getLogger("pigou.fleet")
@@ -70,9 +73,12 @@ class WorkerWatch:
         self.hung = False  # why `until_down` returned
         self.stopped = False
         self._listed_at = 0.0
+        self._pushed_at = -math.inf  # when its load was pushed last
 
-    async def until_down(self, sources: Sequence[EventSource]) -> str:
-        """Return why the worker counts as down, once it does."""
+    async def until_down(
+        self, sources: Sequence[EventSource], load: EventSource | None = None
+    ) -> str:
+        """Return why the worker counts as down, once it does; `load` replaces polled loads."""
         worker, background = self._upstream.worker.id, self._plane_driver.background
         subscribers = [
             background.start(
@@ -83,12 +89,21 @@ class WorkerWatch:
             )
             for source in sources
         ]
+        if load is not None:
+            read = partial(read_pushed_load, load, self._take_load)
+            subscribers.append(background.start(f"{worker} load", read))
         self._arbiter.add(worker, self._detector)
         try:
             return await self._look()
         finally:
             self._arbiter.remove(worker)
             await cancel(*subscribers)
+
+    def _take_load(self, page: bytes) -> None:
+        """Report a pushed load, a metrics page of few lines; one without a count is ignored."""
+        if metrics_text.totals(page, (metrics_text.RUNNING,)):
+            self._pushed_at = time.monotonic()
+            self._plane_driver.observe(read_load(page, self._upstream.worker.id))
 
     def _apply(self, events: tuple[WireEvent, ...]) -> None:
         self._plane_driver.observe(CacheChanged(self._upstream.worker.id, events))
@@ -158,7 +173,9 @@ class WorkerWatch:
         page = await self._upstream.page("/metrics", self._config.timeout)
         if page is None:
             return b""
-        self._plane_driver.observe(read_load(page, self._upstream.worker.id))
+        # While the engine steps it pushes; an idle one's page says what it pushed last.
+        if time.monotonic() - self._pushed_at > self._config.every:
+            self._plane_driver.observe(read_load(page, self._upstream.worker.id))
         before, report = self._upstream.report, read_report(page, time.monotonic_ns())
         self._upstream.report = report
         note_report(self._plane_driver, self._upstream.worker.id, before, report)

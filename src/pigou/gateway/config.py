@@ -139,6 +139,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "by default they stay text."
         ),
     ] = False
+    token_endpoint: Annotated[
+        bool,
+        option(
+            "Send token ids to vLLM servers started with --enable-scale-out, and take token ids: "
+            "a prompt is tokenized once.",
+            "Gateway",
+        ),
+    ] = True
     unknown_fields: Annotated[
         str,
         option(

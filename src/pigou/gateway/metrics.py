@@ -87,6 +87,10 @@ class Metrics(MetricSet):
         self.generation_tokens = counter(
             "pigou_generation_tokens", "Generated tokens that passed through.", TENANT
         )
+        self.untokenized = counter(
+            "pigou_untokenized_tokens",
+            "Tokens that workers need not tokenize (prompt) or detokenize (output).", "side",
+        )  # fmt: skip
         self.migrations = counter(
             "pigou_migrations", "Requests sent to another worker after one failed, by phase.",
             "phase", "reason",

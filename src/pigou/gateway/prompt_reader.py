@@ -17,7 +17,7 @@ from pigou.config import ConfigError
 from pigou.control.prefix_index.block_keys import chain, token_array
 from pigou.gateway.failure import WorkerFailed
 from pigou.gateway.proxy.upstream import Engine, Upstream
-from pigou.gateway.request import Body, BodyFields, GatewayRun
+from pigou.gateway.request import Body, BodyFields, GatewayRun, TokenPrompt
 from pigou.gateway.request_parsing import digest, first_prompt
 from pigou.request import BlockKeys
 from pigou.text.chat_template import ChatError, ChatTemplate, parse_call
@@ -170,10 +170,21 @@ class _PromptTokens:
     count: int
     keys: dict[int, BlockKeys]
     ids: msgspec.Raw | None = None
+    token_prompt: TokenPrompt | None = None  # for workers that take token ids
+
+
+class _PlainMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """A message that every engine gives to the template as it is."""
+
+    role: str
+    content: str
 
 
 class _TokenizeReply(msgspec.Struct):
     tokens: list[int]
+
+
+_plain_messages = msgspec.json.Decoder(list[_PlainMessage])
 
 
 class PromptReader:
@@ -184,8 +195,10 @@ class PromptReader:
     """
 
     def __init__(
-        self, tokenizer: PromptTokenizer | None = None, *, allow_special_tokens: bool = False
-    ) -> None:
+        self, tokenizer: PromptTokenizer | None = None, *, allow_special_tokens: bool = False,
+        token_endpoint: bool = True,
+    ) -> None:  # fmt: skip
+        self._token_endpoint = token_endpoint  # send ids where a worker has vLLM's endpoint
         self._special = allow_special_tokens
         self._tokenizer = self._ready(tokenizer)
         self._modes: dict[str, tuple[TokenizationMode, TokenizationMode]] = {}
@@ -235,6 +248,7 @@ class PromptReader:
         run.prompt_tokens = max(1, tokens_of_prompt.count)
         if not run.parsed.fields.scores_prompt(run.parsed.chat):
             run.keys = tokens_of_prompt.keys
+        run.token_prompt = tokens_of_prompt.token_prompt if self._token_endpoint else None
         if tokens_of_prompt.ids is not None:
             name = "prompt_token_ids" if run.parsed.chat else "prompt"
             run.body = {**run.body, name: tokens_of_prompt.ids}
@@ -372,10 +386,24 @@ def _tokenize(
     if run.trace is not None:
         run.trace.phase("tokenize", (("pigou.tokens",), (len(tokens),)))
     tokens_of_prompt = _keyed(_cut(tokens, fields), run, sizes)
-    wanted = not stock and run.parsed.single and isinstance(source, str) and not fields.echo
-    if not (wanted and fields.truncate_prompt_tokens is None and 0 < len(tokens) <= max_context):
+    wanted = run.parsed.single and not fields.echo and fields.truncate_prompt_tokens is None
+    if not (wanted and 0 < len(tokens) <= max_context):
+        return tokens_of_prompt
+    if stock:
+        endpoint = any(chat in up.engine.generate_defaults for up in upstreams)
+        if endpoint and (not chat or _is_plain(fields.messages)):
+            prompt = TokenPrompt(tokens, tokenizer.tokenizer.backend)
+            return replace(tokens_of_prompt, token_prompt=prompt)
+        return tokens_of_prompt
+    if not isinstance(source, str):
         return tokens_of_prompt
     return replace(tokens_of_prompt, ids=msgspec.Raw(msgspec.json.encode(tokens)))
+
+
+def _is_plain(messages: msgspec.Raw) -> bool:
+    with suppress(msgspec.DecodeError, UnicodeDecodeError):
+        return bool(_plain_messages.decode(messages))
+    return False
 
 
 def _cut(tokens: list[int], fields: BodyFields) -> list[int]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
+from tokenizers import Tokenizer
 
 from pigou.control.messages import Choice
 from pigou.gateway.auth.keys import NO_QUOTA, RequestQuota
@@ -159,6 +160,13 @@ class RequestStats:
         self.completion_tokens += completion_tokens
 
 
+class TokenPrompt(NamedTuple):
+    """A prompt's token ids, and the tokenizer that made them."""
+
+    ids: list[int]
+    backend: Tokenizer
+
+
 @dataclass(slots=True, kw_only=True)
 class GatewayRun:
     """A request, or one of its sequences, on its way through the fleet."""
@@ -168,6 +176,8 @@ class GatewayRun:
     prompt_tokens: int  # a guess until they are known
     # the router's keys of the prompt's blocks, by block size; none while unknown.
     keys: Mapping[int, BlockKeys] = field(default_factory=dict, repr=False)
+    # the prompt for workers that take token ids; None to send text.
+    token_prompt: TokenPrompt | None = field(default=None, repr=False)
     cached: int | None = None  # prompt tokens that the worker of leg 1 had; None without one
     choice: Choice | None = None  # the workers that it was sent to last; None before
     held: int = 0  # sequences of the same request that are still to be sent

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from pigou.text.vocabulary import Vocabulary
 
 #: Maximum tokens of one incomplete character.
 _MAX_PENDING_TOKENS = 16
+#: Tokens before a text that decide how it begins, and how `tokenizers` says that it lost its place.
+_CONTEXT_TOKENS, _INVALID_PREFIX = 64, "Invalid prefix encountered"
 
 
 class Detokenizer:
@@ -84,6 +89,33 @@ class Detokenizer:
         text, used = codecs.utf_8_decode(self._pending + data, "replace", False)
         self._pending = (self._pending + data)[used:]
         return text
+
+
+class EngineDetokenizer:
+    """Text of a reply as vLLM's engine shows it, by the same `DecodeStream` of tokenizers.
+
+    Text that ends in an incomplete character is held back, and never shown if that is the end.
+    """
+
+    def __init__(self, backend: Tokenizer, prompt: Sequence[int], skip_special: bool) -> None:
+        self._backend, self._skip_special = backend, skip_special
+        context = list(prompt[-_CONTEXT_TOKENS:])
+        begun = backend.decode(context, skip_special_tokens=skip_special)
+        # False where the prompt's end does not tell how its whole would be continued.
+        self.exact = not begun.endswith("\ufffd") and (bool(begun) or len(context) == len(prompt))
+        self._stream = DecodeStream(ids=context, skip_special_tokens=skip_special)
+
+    def next(self, token: int) -> str:
+        """Return the text that a token completes."""
+        try:
+            return self._stream.step(self._backend, token) or ""
+        except (OverflowError, TypeError):  # no token id
+            return ""
+        except Exception as error:
+            if not str(error).startswith(_INVALID_PREFIX):
+                raise
+        self._stream = DecodeStream(skip_special_tokens=self._skip_special)
+        return self._stream.step(self._backend, token) or ""
 
 
 class _Window:

@@ -136,7 +136,7 @@ def message(text: str, tool_calls: list[Json] | None) -> Json:
 
 def whole(
     kind: Literal["text_completion", "chat.completion"], id: str, created: int, model: str,
-    choices: list[Json], *, usage: UsageInfo, ticket: Json | None = None, **rest: Any,
+    choices: list[Json], *, usage: UsageInfo | msgspec.Raw, ticket: Json | None = None, **rest: Any,
 ) -> bytes:  # fmt: skip
     """Encode a reply that is not streamed; `ticket` becomes `kv_transfer_params`."""
     head = {"id": id, "object": kind, "created": created, "model": model, "choices": choices}
@@ -225,7 +225,7 @@ class StreamEncoder:
             rest["usage"] = usage
         return frame(self._open + encode(choice) + b"]," + encode(rest)[1:])
 
-    def usage(self, usage: UsageInfo) -> bytes:
+    def usage(self, usage: UsageInfo | msgspec.Raw) -> bytes:
         """Return the frame that closes a stream with its usage."""
         rest = {"usage": usage, "system_fingerprint": FINGERPRINT}
         return frame(self._open + b"]," + encode(rest)[1:])

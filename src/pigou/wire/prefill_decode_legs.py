@@ -52,10 +52,15 @@ def leg_one(
 ) -> dict[str, Any]:
     """Return the prefill worker's body: one token, no stream, blocks held."""
     leg = {name: value for name, value in body.items() if name not in _DROPPED}
-    leg |= {"stream": False, "max_tokens": 1, "kv_transfer_params": dict(ASK)}
+    leg |= {"stream": False, "kv_transfer_params": dict(ASK)}
+    if (sampling := body.get("sampling_params")) is not None:  # vLLM's generate endpoint
+        rest = {name: value for name, value in sampling.items() if name not in _DROPPED}
+        leg["sampling_params"] = {**rest, "max_tokens": 1}
+    else:
+        leg["max_tokens"] = 1
     if read is not None:
         leg["kv_transfer_params"] = {**read, "do_remote_decode": True}
-    if chat:
+    if chat and sampling is None:
         leg["max_completion_tokens"] = 1
     return leg
 

@@ -24,6 +24,8 @@ _PRIOR = Estimates.prior(1)
 FIRST_LIMIT = 32.0
 _LESS = 0.7
 _MORE = 1.0 / 16.0
+#: Least nanoseconds between two changes of a learned limit: loads may be pushed at each step.
+_JUDGED_EVERY = SECOND // 2
 #: The sequences of one request may make a step of a worker this many times as long as one alone.
 MAX_SLOWDOWN = 2.0
 #: They take at least and at most these parts of a worker's streams.
@@ -104,7 +106,8 @@ class WorkerCapacity:
         """Update from a worker's load report."""
         row = state.row.get(report.worker)
         if self._limit is not None and row is not None:
-            self._limit.report(report, int(state.columns.decode_requests[row]))
+            streams, now = int(state.columns.decode_requests[row]), state.reported[report.worker]
+            self._limit.report(report, streams, now)
 
     def expected_tokens(self, ids: Sequence[str]) -> list[int]:
         """Return the tokens requested of each worker, (workers,)."""
@@ -226,15 +229,19 @@ class ConcurrencyLimit:
     """Learned concurrency limit of workers that report none (AIMD, Chiu and Jain 1989).
 
     Falls by 30% while requests wait inside the worker; otherwise doubles until its first fall, then
-    rises by a sixteenth, whenever it is reached.
+    rises by a sixteenth, whenever it is reached; at most once in `_JUDGED_EVERY`.
     """
 
     def __init__(self) -> None:
         self._limits: dict[str, float] = {}
         self._fell: set[str] = set()
+        self._judged: dict[str, int] = {}
 
-    def report(self, report: LoadReport, streams: int) -> None:
-        """Update from a report; `streams` were sent there and are running."""
+    def report(self, report: LoadReport, streams: int, now: int) -> None:
+        """Update from a report at `now` (ns); `streams` were sent there and are running."""
+        if now - self._judged.get(report.worker, -_JUDGED_EVERY) < _JUDGED_EVERY:
+            return  # effects of the last change are not seen yet
+        self._judged[report.worker] = now
         limit = self._limits.get(report.worker, FIRST_LIMIT)
         if report.waiting > 0 and report.running > 0:
             self._fell.add(report.worker)
@@ -255,6 +262,7 @@ class ConcurrencyLimit:
         """Forget a worker."""
         self._limits.pop(worker, None)
         self._fell.discard(worker)
+        self._judged.pop(worker, None)
 
 
 def _max_per_worker(known: Estimates, streams: NDArray[np.int64]) -> NDArray[np.int64]:

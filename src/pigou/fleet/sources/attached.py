@@ -38,7 +38,7 @@ class ServerSource:
         if not key and secret is not None:
             key = await fleet_key(url, secret)
         probed = self._checked(await probe(url, key))
-        why = await member.serve(url, probed, key, self._events(probed))
+        why = await member.serve(url, probed, key, self._events(probed), load=self._load())
         member.row().restarts += 1
         return why
 
@@ -67,6 +67,11 @@ class ServerSource:
             return probed.sources
         encrypted = any(source.encrypted for source in probed.sources)
         return (EventSource(spec.events, spec.replay, spec.topic, encrypted),)
+
+    def _load(self) -> EventSource | None:
+        """Return where the load is pushed from, if anywhere."""
+        endpoint = self.spec.load.removeprefix("curve+")
+        return EventSource(endpoint, encrypted=endpoint != self.spec.load) if endpoint else None
 
 
 def check_incarnation(entry: WorkerEntry, probed: ProbeResult) -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.control.messages import Choice, PrefillClaimed, Recall, Shed
-from pigou.gateway.failure import WorkerFailed, busy, surrender, suspect, unknown_model
+from pigou.gateway.failure import Rejected, WorkerFailed, busy, surrender, suspect, unknown_model
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import GatewayPrefillQueue, LocalPrefill, PlaneDriver, PrefillLeg
 from pigou.gateway.proxy.connection import HTTPConnection, HTTPConnectionError
@@ -22,6 +22,7 @@ from pigou.gateway.proxy.migration import attempt_body
 from pigou.gateway.proxy.relay import Relay, TooManyTokens
 from pigou.gateway.proxy.reply_parsing import cached_tokens, whole, with_cached_tokens
 from pigou.gateway.proxy.spans import decided, within_step
+from pigou.gateway.proxy.token_endpoint import GENERATE, TokenRequest
 from pigou.gateway.proxy.upstream import MAX_TICKET_BYTES, Engine, Upstream, fetch_kv
 from pigou.gateway.proxy.writer import SSEWriter
 from pigou.gateway.request import COMPLETIONS, Body
@@ -93,6 +94,8 @@ class RequestDriver(ABC):
         self._priority: int | None = None
         self._path = relay.run.parsed.path
         self._body: Body = relay.run.body
+        self._tokens: TokenRequest | None = None  # this attempt, if it goes as token ids
+        self._as_text = False  # the generate endpoint has refused it
         self._reply = b""
         self._transfer: dict[str, Any] | None = None  # params of what the next leg need not compute
         self._failure = WorkerFailed(RECALLED, "it was taken from worker to worker")
@@ -116,8 +119,7 @@ class RequestDriver(ABC):
                 failure: WorkerFailed | None = None
                 self._awaiting, cancelling = task, task.cancelling()
                 try:
-                    perform: Perform = getattr(self, _PERFORM[type(step)])
-                    doing = perform(step)
+                    doing = self._perform(step)
                     event = await (doing if trace is None else within_step(self.run, step, doing))
                 except asyncio.CancelledError:
                     if not self._interrupted or task.uncancel() > cancelling:
@@ -153,6 +155,32 @@ class RequestDriver(ABC):
         self.relay.muted = True  # later chunks belong to the stopped leg
         task.cancel()
         return True
+
+    async def _perform(self, step: Step) -> LifecycleEvent:
+        """Carry out a step; what the generate endpoint refuses is sent once more as text."""
+        perform: Perform = getattr(self, _PERFORM[type(step)])
+        try:
+            return await perform(step)
+        except Rejected:
+            if self._tokens is None:
+                raise
+        self._as_text = True
+        self._body = await self._attempt_body(self._choice.decode) or self._body
+        return await perform(step)
+
+    def _token_body(self, decode: Engine) -> Body | None:
+        """Return the attempt's body for the generate endpoint; None to send text."""
+        self._tokens, driver, prefill = None, self._plane_driver, self._choice.prefill
+        first = decode if prefill is None else driver.upstream(prefill).engine
+        knows = self.run.parsed.chat in first.generate_defaults and driver.prefill_queue is None
+        if self._as_text or not knows:
+            return None
+        self._tokens = TokenRequest.of(self.run, decode, self.relay.state.tokens)
+        if self._tokens is None:
+            return None
+        self._metrics.untokenized.labels("prompt").inc(len(self._tokens.body["token_ids"]))
+        self._path = GENERATE
+        return self._tokens.body
 
     # --- effects ------------------------------------------------------------------------------
 
@@ -300,9 +328,10 @@ class RequestDriver(ABC):
         self._body = body
         return decision
 
-    async def _attempt_body(self, decode: str) -> Body | None:  # noqa: ARG002
+    async def _attempt_body(self, decode: str) -> Body | None:
         """Return an attempt's body for both legs; None if the reply is complete."""
-        return self.run.body
+        self._path = self.run.parsed.path
+        return self._token_body(self._plane_driver.upstream(decode).engine) or self.run.body
 
     async def _fetch(self, step: FetchKV) -> LifecycleEvent:
         source = self._plane_driver.upstreams.get(step.read.worker)
@@ -447,6 +476,8 @@ class ReplyDriver(RequestDriver):
                 held=run.reply_bytes,
             )  # fmt: skip
         try:
+            if self._tokens is not None:
+                reply = self._tokens.whole(reply)
             read = whole(without_bom(reply))
         except DECODING_ERRORS as error:
             run.reply_bytes.shrink(len(reply))
@@ -468,6 +499,8 @@ class ReplyDriver(RequestDriver):
             self._metrics.generation_tokens.labels(run.parsed.tenant).inc(tokens)
             self._metrics.prompt_tokens.labels(run.parsed.tenant).inc(read.usage.prompt_tokens)
             run.stats.add(read.usage.prompt_tokens, tokens)
+            if self._tokens is not None:
+                self._metrics.untokenized.labels("output").inc(tokens)
         self._reply = reply if run.cached is None else with_cached_tokens(reply, run.cached)
         return StreamFinished(step.leg)
 
@@ -510,6 +543,9 @@ class StreamDriver(RequestDriver):
             await self._writer.write(ended + self._closing_frames())
             return None
         self._path, self._mapped = sent.path, sent.mapped
+        if (tokens := self._token_body(engine)) is not None:
+            self._mapped = False
+            return tokens
         return sent.body
 
     async def _decode(self, step: StartDecode) -> LifecycleEvent:
@@ -518,7 +554,7 @@ class StreamDriver(RequestDriver):
         params = self._transfer
         body = self._body if params is None else leg_two(self._body, params)
         body = self._leg_body(decode.engine, body)
-        self.relay.begin(stock=decode.engine.stock, mapped=self._mapped)
+        self.relay.begin(stock=decode.engine.stock, mapped=self._mapped, tokens=self._tokens)
         with decode.busy():
             connection = await decode.ask(
                 self._path, body, run.parsed.wire_id, run.parsed.tenant, run.outgoing
@@ -535,6 +571,8 @@ class StreamDriver(RequestDriver):
         self._metrics.generation_tokens.labels(run.parsed.tenant).inc(relay.counted)
         self._metrics.prompt_tokens.labels(run.parsed.tenant).inc(prompt_tokens)
         run.stats.add(prompt_tokens, relay.counted)
+        if self._tokens is not None:
+            self._metrics.untokenized.labels("output").inc(relay.counted)
         if run.trace is not None and relay.state.finish:
             run.stats.finish_reasons += (relay.state.finish,)
 

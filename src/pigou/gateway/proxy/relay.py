@@ -10,6 +10,7 @@ import msgspec
 from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.proxy import reply_parsing
 from pigou.gateway.proxy.reply_parsing import PROMPT_TOKEN_IDS, TOKEN_IDS, count, with_cached_tokens
+from pigou.gateway.proxy.token_endpoint import TokenRequest
 from pigou.gateway.request import GatewayRun, StreamCount
 from pigou.lifecycle.migration import MigratedChunks, StreamState, length_frame
 from pigou.wire.bodies import OverBudget
@@ -59,6 +60,7 @@ class Relay(StreamCount):
         self._reader = Reader()
         self._idle_events = 0
         self._stock = False
+        self._token_request: TokenRequest | None = None
         self._limit = run.parsed.token_limit or _MAX_TOKENS
         self._texts = 0
         self._pending = 0
@@ -73,8 +75,12 @@ class Relay(StreamCount):
         """True if a token came; without ids, a stock worker starts with its first chunk."""
         return self.counted > 0 or (self._stock and self.state.begun)
 
-    def begin(self, *, stock: bool, mapped: bool) -> None:
-        """Start an attempt on a `stock` worker or not; `mapped` continues a chat as completion."""
+    def begin(self, *, stock: bool, mapped: bool, tokens: TokenRequest | None = None) -> None:
+        """Start an attempt on a `stock` worker or not; `mapped` continues a chat as completion.
+
+        `tokens` translates the chunks of vLLM's generate endpoint.
+        """
+        self._token_request = tokens
         self.failed = None
         self.muted = False
         self._drop_reader()
@@ -170,7 +176,13 @@ class Relay(StreamCount):
                 out.append(DONE)
                 break
             try:
-                passed = self._take(payload)
+                if self._token_request is None:
+                    passed = self._take(payload)
+                    out += (b"data: ", passed, b"\n\n") if passed else ()
+                else:
+                    made = map(self._take, self._token_request.payloads(payload))
+                    passed = b"".join([frame(chunk) for chunk in made if chunk])
+                    out.append(passed)
             except DECODING_ERRORS as error:
                 self.failed = WorkerFailed("garbage", f"the worker sent no chunk: {error}")
                 break
@@ -181,8 +193,6 @@ class Relay(StreamCount):
                 self.failed = failure
                 break
             self._idle_events = 0 if passed else self._idle_events + 1
-            if passed:
-                out += (b"data: ", passed, b"\n\n")
         if self._idle_events > MAX_IDLE_EVENTS and self.failed is None:
             words = f"the worker sent {self._idle_events} events without a token"
             self.failed = WorkerFailed("garbage", words)
@@ -247,7 +257,9 @@ class Relay(StreamCount):
         if state.head is None:
             state.head = chunk.head()
             self._keep(prompt)
-            self._fast_paths = _MAX_FAST_PATHS if self.run.parsed.single else 0
+            self._fast_paths = _MAX_FAST_PATHS * (
+                self.run.parsed.single and not self._token_request
+            )
         if (has_ids or prompt) and not self.run.parsed.wants_ids:
             return reply_parsing.without_ids(payload, bool(prompt))
         return payload

@@ -107,6 +107,8 @@ class Engine:
     incarnation: str = ""  # id of the process; empty for stock servers
     family: str = ""  # `sglang` or `trtllm`, whose fields differ; empty for vLLM's
     bootstrap: tuple[str, int] | None = None  # host and port where SGLang's prefill legs are met
+    # default `sampling_params` of its generate endpoint, for completions and (True) for chats.
+    generate_defaults: Mapping[bool, Body] = field(default_factory=dict, hash=False)
     # further names that requests may use.
     served: ServedNames = field(default=ServedNames(), hash=False)
 
