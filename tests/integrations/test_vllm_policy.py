@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 from collections.abc import Callable
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -24,16 +26,28 @@ def test_policy(law: Callable[[bool], None]) -> None:
     law(False)
 
 
-def run_in_vllm(*arguments: str) -> str:
-    """Run a module of this tree with a real vLLM's interpreter; skip without one."""
+def run_in_vllm(*arguments: str, overlay: Path | None = None) -> str:
+    """Run Python with a real vLLM's interpreter and this tree; skip without one.
+
+    `overlay` is a folder for what Pigou requires and vLLM does not, and for its entry points.
+    """
     try:
         home = vllm_home()
     except PeerMissing as missing:
         pytest.skip(str(missing))
-    path = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+    path = [str(ROOT / "src"), str(ROOT)]
+    if overlay is not None:
+        xxhash = importlib.util.find_spec("xxhash")
+        assert xxhash is not None
+        (overlay / "xxhash").symlink_to(Path(str(xxhash.origin)).parent)
+        metadata = Path(str(distribution("pigou").locate_file("")))
+        for info in metadata.glob("pigou-*.dist-info"):
+            (overlay / info.name).symlink_to(info)
+        path.append(str(overlay))
     done = subprocess.run(
         [str(home / "bin/python"), *arguments], cwd=ROOT, text=True, capture_output=True,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
+        check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3_000:] + done.stderr[-6_000:]
     return done.stdout

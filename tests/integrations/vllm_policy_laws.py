@@ -249,7 +249,7 @@ def law_memory_of_absent_chunks_is_bounded(real: bool) -> None:
     s = Setting(4, real)
     for turn in range(1_000):
         s.ask(keys(*(f"{turn}.{i}" for i in range(4))))
-    assert len(s.policy._absent) <= 1024
+    assert len(s.policy._absent) <= 16 * 4
     assert len(s.policy._heap) <= 4 * 4 + 64 + 8
 
 

@@ -22,25 +22,21 @@ from pigou.kv.tenure import salt_expiry
 from pigou.kv.tier_eviction.reuse import AT_ONCE, ReuseModel, age_bin, use_class
 from pigou.request import NEVER
 
-#: Engine version that this was written against.
-SEAM = "vllm 0.32"
+SEAM = "vllm 0.32"  # engine version that this was written against
 log = logging.getLogger(__name__)
-#: Bytes of a key's end that hold its KV cache group.
-_GROUP = 4
-#: Most absent chunks whose uses are remembered, and as a multiple of the capacity.
+_EXPIRED = f"tenure1:{0:064}:1"  # salt of an expired tenure
+GROUP_BYTES = 4  # size of the KV cache group at a key's end
+#: Maximum of absent chunks whose uses are remembered, and the same as a multiple of the capacity.
 _MAX_ABSENT, _ABSENT = 262_144, 16
 
 
 def salt_of(context: ReqContext) -> tuple[str, int]:
-    """Return the `cache_salt` in a request's `kv_transfer_params`, and its expiry (ns of 1970).
-
-    A malformed tenure counts as expired.
-    """
-    salt = (context.kv_transfer_params or {}).get("cache_salt") or ""
+    """Return the `cache_salt` in `kv_transfer_params`, and its expiry in ns since 1970."""
+    salt = str((context.kv_transfer_params or {}).get("cache_salt") or "")
     try:
-        return str(salt), salt_expiry(str(salt))
-    except ValueError:
-        return str(salt), 0
+        return salt, salt_expiry(salt)
+    except ValueError:  # a malformed tenure
+        return _EXPIRED, 1
 
 
 class _CachedChunk:
@@ -83,14 +79,8 @@ class PigouPolicy(CachePolicy):
 
     #: Position at which a token's attention takes as long as its matrix products.
     attention_tokens: ClassVar[int] = 32_768
-    #: Held chunks valued again for each one evicted.
-    sweep: ClassVar[int] = 4
-    sample: ClassVar[int] = 4  # parameters of `ReuseModel`
-    prior: ClassVar[float] = 20.0
-    decay: ClassVar[float] = 0.98
-    followed: ClassVar[int] = 8192
-    #: Nanoseconds since 1970.
-    clock: Callable[[], int] = staticmethod(time.time_ns)
+    sweep: ClassVar[int] = 4  # held chunks valued again for each one evicted
+    clock: Callable[[], int] = staticmethod(time.time_ns)  # nanoseconds since 1970
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
@@ -104,9 +94,7 @@ class PigouPolicy(CachePolicy):
         self._absent: OrderedDict[OffloadKey, _CachedChunk] = OrderedDict()
         self._heap: list[tuple[float, int, _CachedChunk]] = []
         self._stamp = self._hand = 0
-        self.reuse = ReuseModel(self.sample, self.prior, self.decay, self.followed)
-
-    # --- what is held -------------------------------------------------------------------------
+        self.reuse = ReuseModel(sample=4, prior=20.0, decay=0.98, followed=8192)
 
     def get(self, key: OffloadKey) -> ChunkStatus | None:
         """Return a held chunk."""
@@ -119,8 +107,7 @@ class PigouPolicy(CachePolicy):
         if held is None:
             held = _CachedChunk(key)
             held.uses, held.last = 1, self.clock()
-        held.status = chunk
-        held.slot = len(self._order)
+        held.status, held.slot = chunk, len(self._order)
         self._chunks[key] = held
         self._order.append(held)
         if held.up is not None:
@@ -133,21 +120,21 @@ class PigouPolicy(CachePolicy):
         self._release_parent(chunk, self.clock())
         self._forget(chunk)
 
-    def _forget(self, chunk: _CachedChunk) -> None:
-        del self._chunks[chunk.key]
+    def _forget(self, chunk: _CachedChunk) -> ChunkStatus:
+        status = self._chunks.pop(chunk.key).status
+        assert status is not None
         last = self._order.pop()
         if last is not chunk:
             self._order[chunk.slot] = last
             last.slot = chunk.slot
         chunk.status, chunk.stamp = None, 0
         self._remember(chunk)
+        return status
 
     def _remember(self, chunk: _CachedChunk) -> None:
         self._absent[chunk.key] = chunk
-        if len(self._absent) > min(_MAX_ABSENT, max(1024, _ABSENT * self.cache_capacity)):
+        if len(self._absent) > min(_MAX_ABSENT, _ABSENT * self.cache_capacity):
             self._absent.popitem(last=False)
-
-    # --- uses ---------------------------------------------------------------------------------
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Record a use of chunks not held, with their position in the prompt."""
@@ -160,10 +147,10 @@ class PigouPolicy(CachePolicy):
         for key in sorted(positions, key=positions.__getitem__):
             chunk = self._absent.pop(key, None) or _CachedChunk(key)
             chunk.end, chunk.expiry = positions[key] or chunk.end, expiry
-            before = tails.get(key[-_GROUP:])
+            before = tails.get(key[-GROUP_BYTES:])
             if before is not None and before.end < chunk.end:
                 chunk.up = before
-            tails[key[-_GROUP:]] = chunk
+            tails[key[-GROUP_BYTES:]] = chunk
             self._use(chunk, now)
             self._remember(chunk)
 
@@ -174,12 +161,9 @@ class PigouPolicy(CachePolicy):
         self._use_prompt(held, set(held), self.clock())
 
     def on_request_finished(
-        self,
-        key_groups: Sequence[Sequence[OffloadKey]],
-        insertion_only_keys: set[OffloadKey],
-        reused_keys: set[OffloadKey],
-        req_context: ReqContext,
-    ) -> None:
+        self, key_groups: Sequence[Sequence[OffloadKey]], insertion_only_keys: set[OffloadKey],
+        reused_keys: set[OffloadKey], req_context: ReqContext,
+    ) -> None:  # fmt: skip
         """Record a request's uses: an age counts from its end."""
         del insertion_only_keys, req_context
         now = self.clock()
@@ -192,32 +176,25 @@ class PigouPolicy(CachePolicy):
             chunk = self._chunks.get(key)
             if chunk is None:
                 continue
-            if above is not None and above.end < chunk.end:
-                self._link(chunk, above)
+            lost = chunk.up is None or chunk.up.status is None
+            if lost and above is not None and above.end < chunk.end:
+                if chunk.up is not None:
+                    chunk.up.kids -= 1
+                chunk.up = above
+                above.kids += 1
             if key in reused:
                 self._use(chunk, now)
             chunk.last = now
             above = chunk
         for key in reversed(keys):
-            chunk = self._chunks.get(key)
-            if chunk is not None:
+            if (chunk := self._chunks.get(key)) is not None:
                 self._offer(chunk, now)
 
     def _use(self, chunk: _CachedChunk, now: int) -> None:
         chunk.uses += now - chunk.last >= AT_ONCE
         chunk.last = now
-        if not chunk.key[-_GROUP - 1] & self.reuse.mask:
-            self.reuse.use(chunk.key[:-_GROUP], now)
-
-    @staticmethod
-    def _link(chunk: _CachedChunk, above: _CachedChunk) -> None:
-        if chunk.up is None or chunk.up.status is None:
-            if chunk.up is not None:
-                chunk.up.kids -= 1
-            chunk.up = above
-            above.kids += 1
-
-    # --- eviction -----------------------------------------------------------------------------
+        if not chunk.key[-GROUP_BYTES - 1] & self.reuse.mask:
+            self.reuse.use(chunk.key[:-GROUP_BYTES], now)
 
     def mark_evictable(self, key: OffloadKey) -> None:
         """Consider a chunk whose last transfer ended."""
@@ -238,33 +215,26 @@ class PigouPolicy(CachePolicy):
             else:
                 taken.append(chunk)
                 self._release_parent(chunk, now)
-        if len(taken) < n:
+        if enough := len(taken) == n:
+            evicted = [(chunk.key, self._forget(chunk)) for chunk in taken]
+        else:
             for chunk in taken:
                 if chunk.up is not None:
                     chunk.up.kids += 1
             passed += taken
         for chunk in passed:
             self._offer(chunk, now)
-        if len(taken) < n:
-            return None
-        evicted = []
-        for chunk in taken:
-            assert chunk.status is not None
-            evicted.append((chunk.key, chunk.status))
-            self._forget(chunk)
-        return evicted
+        return evicted if enough else None
 
     def _cheapest(self, now: int) -> _CachedChunk | None:
         heap = self._heap
         while heap:
-            rank, stamp, chunk = heap[0]
-            heapq.heappop(heap)
+            rank, stamp, chunk = heapq.heappop(heap)
             if chunk.stamp != stamp or not chunk.free:
                 continue
-            if self._value(chunk, now) > rank:
-                self._offer(chunk, now)
-                continue
-            return chunk
+            if self._value(chunk, now) <= rank:
+                return chunk
+            self._offer(chunk, now)
         return None
 
     def _release_parent(self, chunk: _CachedChunk, now: int) -> None:
