@@ -5,6 +5,7 @@ Each peer lives in its own virtual environment, named by an environment variable
 | variable                   | what it names                                        |
 |----------------------------|------------------------------------------------------|
 | `PIGOU_PEER_VLLM`          | a venv with vLLM for CPU and NIXL                    |
+| `PIGOU_PEER_SGLANG`        | a folder with SGLang's package (`pip install -t`)    |
 | `PIGOU_PEER_SGLANG_ROUTER` | a venv with sglang-router                            |
 | `PIGOU_PEER_KVPRESS`       | a venv with kvpress (and transformers below 5.3)     |
 | `PIGOU_PEER_AICONFIGURATOR` | a venv with aiconfigurator                          |
