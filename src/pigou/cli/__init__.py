@@ -22,6 +22,7 @@ COMMANDS = {
     "serve": "Serve a model on a fleet: a gateway, and the workers behind it.",
     "epp": "Pick endpoints for Envoy and other proxies: the Gateway API's inference extension.",
     "worker": "Run one worker: an OpenAI-compatible server over one model.",
+    "store": "Keep KV of other engines: a server with eviction by price, and quotas.",
     "fleet": "List and change the workers of a running gateway.",
     "operator": "Keep the fleets of a Kubernetes cluster as their `PigouFleet` objects specify.",
     "key": "Make an API key, and its hash for `pigou serve --api-keys-file`.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from pigou.config import ConfigError, check_bounds
 from pigou.kv.block import ROOT, Block, Bytes, hashes_of
@@ -32,6 +34,8 @@ from pigou.runtime.stores.transfer_queue import CircuitBreaker, TransferRate
 log = logging.getLogger(__name__)
 
 _PERSON = b"pigou-page-1"
+#: Size and xxh3 of a value, before its first byte.
+_HEAD = struct.Struct("<QQ")
 #: Bytes copied at once from one tier to the next.
 _COPY_BYTES = 16 << 20
 #: Guesses until measured: seconds to compute a token, read latency, bytes read in a second.
@@ -84,9 +88,9 @@ class PageStore:
     """
 
     def __init__(
-        self, tiers: Sequence[str], layout: str, page_bytes: int, *, page_tokens: int = 0,
-        quotas: Mapping[str, int] | None = None, default_quota: int | None = None,
-        clock: Callable[[], int] = time.time_ns,
+        self, tiers: Sequence[str | StoreTier], layout: str, page_bytes: int, *,
+        page_tokens: int = 0, quotas: Mapping[str, int] | None = None,
+        default_quota: int | None = None, clock: Callable[[], int] = time.time_ns,
     ) -> None:  # fmt: skip
         """Open tiers as in `NAME=SIZE[@PLACE],policy=NAME`; raises ConfigError.
 
@@ -107,7 +111,7 @@ class PageStore:
         self._owners: dict[bytes, bytes] = {}  # tenure digest by page
         self._cost: RecomputeCost | None = None
         self._hits = self._misses = 0
-        options = [read_tier(text) for text in tiers]
+        options = [read_tier(tier) if isinstance(tier, str) else tier for tier in tiers]
         check_names(options)
         if not options:
             raise ConfigError("a page store has no tier; give one, as disk=100GiB@/DIR")
@@ -502,3 +506,77 @@ def _runs(pages: Sequence[Page]) -> list[list[int]]:
         else:
             runs.append([i])
     return runs
+
+
+class ValueStore:
+    """Values of any size as sequences of pages, by name and tenure. Thread-safe.
+
+    The first bytes are the last page of a sequence, so that they are evicted first: whoever has
+    them has the whole value. They hold its length and xxh3.
+    """
+
+    def __init__(self, store: PageStore, max_bytes: int) -> None:
+        check_bounds("max_bytes", max_bytes, ge=1, lt=2**40)
+        self.store, self.max_bytes = store, max_bytes
+        self._frame_pages = self._count(max_bytes)
+
+    def frame(self) -> Bytes:
+        """Return a buffer for one value."""
+        return np.empty((self._frame_pages, self.store.page_bytes), dtype=np.uint8)
+
+    @staticmethod
+    def body(frame: Bytes, size: int) -> memoryview:
+        """Return a view of the value in a frame, `size` bytes."""
+        return frame.reshape(-1).data[_HEAD.size : _HEAD.size + size]
+
+    def put(self, name: bytes, tenure: str, frame: Bytes, size: int) -> bool:
+        """Store the value in a frame in place of the one of this name; True if it is held."""
+        body = self.body(frame, size)
+        _HEAD.pack_into(frame.reshape(-1).data, 0, size, xxh3_64_intdigest(body))
+        pages = self._pages(name, tenure, self._count(size))
+        self.store.drop(pages)
+        rows = np.arange(len(pages) - 1, -1, -1, dtype=np.int32)
+        held = bool(self.store.put(pages, frame, rows).all())
+        if not held:
+            self.store.drop(pages)
+        return held
+
+    def get(self, name: bytes, tenure: str, frame: Bytes) -> int:
+        """Read a value into a frame; return its size, -1 if it is not held or not whole."""
+        rows = np.arange(len(frame), dtype=np.int32)
+        head = self._pages(name, tenure, 1)
+        if not self.store.get(head, frame, rows[:1])[0]:
+            return -1
+        size, digest = _HEAD.unpack_from(frame.reshape(-1).data)
+        if size > self.max_bytes:
+            return -1
+        pages = self._pages(name, tenure, self._count(size))
+        if len(pages) > 1:
+            whole = self.store.get(pages[:-1], frame, rows[len(pages) - 1 : 0 : -1]).all()
+            if not whole or xxh3_64_intdigest(self.body(frame, size)) != digest:
+                self.store.drop(pages)
+                return -1
+        return int(size)
+
+    def has(self, name: bytes, tenure: str) -> bool:
+        """Return whether a value is held, without I/O."""
+        return self.store.held(self._pages(name, tenure, 1)) == 1
+
+    def delete(self, name: bytes, tenure: str) -> bool:
+        """Delete a value; return whether it was held."""
+        frame = np.empty((1, self.store.page_bytes), dtype=np.uint8)
+        head = self._pages(name, tenure, 1)
+        if not self.store.get(head, frame, np.zeros(1, dtype=np.int32))[0]:
+            return False
+        size = _HEAD.unpack_from(frame.data.cast("B"))[0]
+        return self.store.drop(self._pages(name, tenure, self._count(size))) > 0
+
+    def _count(self, size: int) -> int:
+        return -(-(size + _HEAD.size) // self.store.page_bytes)
+
+    @staticmethod
+    def _pages(name: bytes, tenure: str, count: int) -> list[Page]:
+        """Return a value's pages, the one with its head last."""
+        keys = [name + i.to_bytes(4) for i in range(count - 1, -1, -1)]
+        parents = [None, *keys[:-1]]
+        return [Page(k, p, i, tenure) for i, (k, p) in enumerate(zip(keys, parents, strict=True))]
