@@ -14,15 +14,17 @@ Each peer lives in its own virtual environment, named by an environment variable
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import pigou
 from benchmarks.lib.servers import (
     LOOPBACK,
     Server,
@@ -174,9 +176,35 @@ def start_vllm(
     return Server([*argv, *extra], url=f"http://{LOOPBACK}:{port}", log=log, env=env, cores=cores)
 
 
+#: Libraries of Pigou's that vLLM does not require.
+_PIGOU_NEEDS = ("xxhash",)
+
+
+def python_path(links: Path) -> str:
+    """PYTHONPATH with which vLLM's Python imports this Pigou; `links` gets what it lacks."""
+    links.mkdir(parents=True, exist_ok=True)
+    for name in _PIGOU_NEEDS:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin and not (links / name).exists():
+            (links / name).symlink_to(Path(spec.origin).parent)
+    return os.pathsep.join([str(Path(pigou.__file__).parents[1]), str(links)])
+
+
+def pigou_connector(**extra: object) -> str:
+    """Arguments of `vllm serve` that load PigouConnector; `extra` is its own configuration."""
+    config = {
+        "kv_connector": "PigouConnector",
+        "kv_role": "kv_both",
+        "kv_connector_module_path": "pigou.integrations.vllm.connector",
+        "kv_connector_extra_config": extra,
+        "kv_load_failure_policy": "recompute",
+    }
+    return "--kv-transfer-config " + json.dumps(config, separators=(",", ":"))
+
+
 @dataclass(frozen=True)
 class VllmPair:
-    """A running prefill and decode pair of vLLM servers with NIXL transfer and KV events."""
+    """A running prefill and decode pair of vLLM servers with KV transfer and KV events."""
 
     prefill: str
     decode: str
@@ -187,11 +215,18 @@ class VllmPair:
     run_dir: Path
 
     @classmethod
-    def start(cls, model: Path, run_dir: Path, extra: str = "", timeout_s: float = 400.0) -> Self:
+    def start(
+        cls,
+        model: Path,
+        run_dir: Path,
+        extra: str = "",
+        timeout_s: float = 400.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> Self:
         """Run ``run-vllm-pair.sh`` on free ports; returns when the pair is up and warm.
 
-        ``extra`` holds more ``vllm serve`` arguments for both. Raises PeerMissing, or
-        ServerFailed with the script's words when the pair does not start.
+        ``extra`` holds more ``vllm serve`` arguments for both, which win over the script's NIXL
+        ones. Raises PeerMissing, or ServerFailed with the script's words.
         """
         home = vllm_home()
         names = ("P_PORT", "D_PORT", "P_EVENTS", "D_EVENTS", "P_SIDE", "D_SIDE")
@@ -208,7 +243,7 @@ class VllmPair:
             run_dir=run_dir,
         )
         try:
-            pair._script([str(model)], timeout_s, {**env, "EXTRA": extra})
+            pair._script([str(model)], timeout_s, {**(environment or {}), **env, "EXTRA": extra})
         except BaseException:
             pair.stop()
             raise

@@ -26,35 +26,34 @@ from pigou.request import SECOND
 from pigou.runtime.tensor_io import DeviceCopies, rows_in_storage
 from pigou.worker.kv_transfer.transfer_params import TransferConfig, TransferReason
 
-SIZE, BLOCKS, WIDTHS = 16, 32, (96, 64, 64)  # tokens in a block; blocks; bytes of each plane
+SIZE, BLOCKS, PLANES, WIDTH = 16, 32, 3, 256  # tokens in a block; blocks; planes of rows
 ASK = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None}
 KEY = b"k" * 32
 
 
 def layout(**changes: Any) -> KVLayout:
     fields = {"model": "m", "digest": "d", "dtype": "bfloat16", "block_size": SIZE, "layers": 3,
-              "kv_heads": 1, "head_dim": 2, "block_bytes": sum(WIDTHS)}  # fmt: skip
+              "kv_heads": 1, "head_dim": 2, "block_bytes": PLANES * WIDTH}  # fmt: skip
     return KVLayout(**(fields | changes))
 
 
-def planes(seed: int | None) -> list[torch.Tensor]:
-    if seed is None:
-        return [torch.zeros(BLOCKS, width, dtype=torch.uint8) for width in WIDTHS]
-    random = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, 256, (BLOCKS, width), dtype=torch.uint8, generator=random)
-            for width in WIDTHS]  # fmt: skip
+def cache(seed: int | None) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    rows = np.zeros((PLANES * BLOCKS, WIDTH), dtype=np.uint8)
+    if seed is not None:
+        rows[:] = np.random.default_rng(seed).integers(0, 256, rows.shape, dtype=np.uint8)
+    return rows
 
 
 class Rank(WorkerHalf):
     """A worker of a fake engine."""
 
     def __init__(self, server: Server, rank: int, seed: int | None, alike: KVLayout) -> None:
-        self.planes = planes(None if seed is None else seed + rank)
-        store = CacheBlocks([plane.numpy() for plane in self.planes], WIDTHS, alike)
+        self.rows = cache(None if seed is None else seed + rank)
+        store = CacheBlocks(self.rows, PLANES, BLOCKS, alike)
         self.open_worker(store, server.limits, server.key, rank)
 
     def block(self, number: int) -> bytes:
-        return b"".join(plane[number].numpy().tobytes() for plane in self.planes)
+        return self.rows[number::BLOCKS].tobytes()
 
 
 class Server(SchedulerHalf):
@@ -254,7 +253,7 @@ def test_a_corrupted_block_fails_with_those_after_it(make: Any) -> None:
     sender.step()
     offer = sender.ranks[0]._sender._book._offers["p"]
     assert offer.ready.wait(10)
-    sender.ranks[0].planes[1][SOURCE[4], 7] ^= 1
+    sender.ranks[0].rows[BLOCKS + SOURCE[4], 7] ^= 1
     wanted = request("d", params)
     receiver.admit(wanted, TARGET)
     assert receiver.until(1, wanted) == set(TARGET[4:])
@@ -333,26 +332,23 @@ class NoCUDA:
     def synchronize(self) -> None: ...
 
 
-@pytest.mark.parametrize("kind", ["layers apart", "layers together"])
-def test_a_cache_on_host_and_on_a_device_are_read_and_written_alike(kind: str) -> None:
-    cache = torch.zeros(2 * BLOCKS * 96, dtype=torch.int8).view(torch.bfloat16)
-    apart = kind == "layers apart"
-    places = [(0, 96), (BLOCKS * 96, 96)] if apart else [(0, 192)]
-    host = rows_in_storage(cache, BLOCKS, places)
-    stand_in = NoCUDA()
-    device = [DeviceCopies(torch.from_numpy(plane), stand_in) for plane in host]
-    ids, widths = np.array([4, 0, 31, 9], dtype=np.int32), [width for _, width in places]
-    rows = np.random.default_rng(0).integers(0, 256, (4, 192), dtype=np.uint8)
-    for planes in (host, device):
-        store = CacheBlocks(planes, widths, layout(block_bytes=192))
-        store.write(ids, rows)
-        for again in (host, device):
-            assert (CacheBlocks(again, widths, layout()).read(ids) == rows).all()
-        store.write(ids, np.zeros_like(rows))
-    store.write(np.array([5], dtype=np.int32), rows[:1])
-    flat = cache.view(torch.uint8).numpy()
-    where = [flat[5 * 96 : 6 * 96], flat[(BLOCKS + 5) * 96 : (BLOCKS + 6) * 96]]
-    assert (np.concatenate(where if apart else [flat[5 * 192 : 6 * 192]]) == rows[0]).all()
+@pytest.mark.parametrize("planes", [1, 3])
+def test_a_cache_on_host_and_on_a_device_are_read_and_written_alike(planes: int) -> None:
+    cache = torch.zeros(planes * BLOCKS * 256, dtype=torch.int8).view(torch.bfloat16)
+    view = cache[8:].view(-1, 4)  # a layer's view begins anywhere in the storage
+    host = rows_in_storage(view, 256)
+    alike = layout(block_bytes=planes * 256)
+    device = DeviceCopies(torch.from_numpy(host), NoCUDA())
+    stores = [CacheBlocks(rows, planes, BLOCKS, alike) for rows in (host, device)]
+    ids = np.array([4, 0, 31, 9], dtype=np.int32)
+    data = np.random.default_rng(0).integers(0, 256, (4, planes * 256), dtype=np.uint8)
+    for store in stores:
+        store.write(ids, data)
+        assert all((other.read(ids) == data).all() for other in stores)
+        flat = cache.view(torch.uint8).numpy().reshape(planes, BLOCKS, 256)
+        assert (flat[:, 31].reshape(-1) == data[2]).all()
+        store.write(ids, np.zeros_like(data))
+        assert not flat.any()
 
 
 @pytest.mark.parametrize(("extra", "words"), [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -65,10 +64,8 @@ class DeviceCopies:
         done.synchronize()
 
 
-def rows_in_storage(
-    tensor: Tensor, rows: int, spans: Iterable[tuple[int, int]]
-) -> list[Bytes | DeviceCopies]:
-    """Access a tensor's storage as rows: for each (byte offset, width), `rows` of that width."""
+def rows_in_storage(tensor: Tensor, width: int) -> Bytes | DeviceCopies:
+    """Access the storage that a tensor lies in as rows of `width` bytes."""
     raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    views = [raw.as_strided((rows, width), (width, 1), at) for at, width in spans]
-    return [DeviceCopies(view) if view.is_cuda else view.numpy() for view in views]
+    rows = raw[: len(raw) // width * width].view(-1, width)
+    return DeviceCopies(rows) if rows.is_cuda else rows.numpy()

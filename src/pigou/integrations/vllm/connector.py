@@ -42,7 +42,7 @@ KVConnectorMetadata.register(StepWork)
 KVConnectorHandshakeMetadata.register(TransferParams)
 
 
-class PigouConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class PigouConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA):
     """One instance in the scheduler, one in each worker; each uses its half."""
 
     _cache_hit_source = CacheHitSource.P2P
@@ -63,13 +63,13 @@ class PigouConnector(SchedulerHalf, WorkerHalf, KVConnectorBase_V1, SupportsHMA)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Serve and fill these caches from now on."""
         rank, parallel = get_tensor_model_parallel_rank(), self._vllm_config.parallel_config
-        cache, spans = self._kv_cache_config, spans_of(self._kv_cache_config)
-        planes = rows_in_storage(next(iter(kv_caches.values())), cache.num_blocks, spans)
-        widths = [width for _, width in spans]
-        layout = layout_of(self._vllm_config, cache, widths, rank)
+        cache, (planes, width) = self._kv_cache_config, planes_of(self._kv_cache_config)
+        rows = rows_in_storage(next(iter(kv_caches.values())), width)
+        layout = layout_of(self._vllm_config, cache, planes * width, rank)
         index = parallel.data_parallel_index * parallel.tensor_parallel_size + rank
         limits, key = self._config.transfer(index), self._config.key()
-        self.open_worker(CacheBlocks(planes, widths, layout), limits, key, rank)
+        store = CacheBlocks(rows, planes, cache.num_blocks, layout)
+        self.open_worker(store, limits, key, rank)
 
     def bind_connector_metadata(self, connector_metadata: StepWork) -> None:
         """Begin the step's transfers, which do not depend on its forward pass."""
@@ -108,23 +108,26 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ConfigError("a block is scattered in LHBNC; set VLLM_KV_CACHE_LAYOUT=LBHNC")
 
 
-def spans_of(kv_cache_config: Any) -> list[tuple[int, int]]:
-    """Return (byte offset, width) in the cache of each of `CacheBlocks`' planes."""
+def planes_of(kv_cache_config: Any) -> tuple[int, int]:
+    """Return the planes of `CacheBlocks`, and the bytes of a row; raises ConfigError."""
     blocks, parts = kv_cache_config.num_blocks, kv_cache_config.kv_cache_tensors
+    width = parts[0].block_stride
     if all(part.block_stride * blocks == part.size for part in parts):
-        return [(0, parts[0].block_stride)]
+        return 1, width
     numbered = [(part, n) for part in parts for n in range(len(part.layers))]
-    spans = {(part.offset + n * part.layer_stride, part.block_stride) for part, n in numbered}
-    return sorted(spans)
+    starts = sorted({part.offset + n * part.layer_stride for part, n in numbered})
+    if starts != [n * blocks * width for n in range(len(starts))]:
+        raise ConfigError("layers differ in page size; set VLLM_KV_CACHE_LAYOUT=BLHNC")
+    return len(starts), width
 
 
-def layout_of(vllm_config: Any, kv_cache_config: Any, widths: list[int], rank: int) -> KVLayout:
+def layout_of(vllm_config: Any, kv_cache_config: Any, block_bytes: int, rank: int) -> KVLayout:
     """Return the layout; its digest covers what must be equal on both servers."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     [group], parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
     spec = group.kv_cache_spec
-    compared = (vllm_version, model.revision, model.quantization, cache.cache_dtype, widths,
+    compared = (vllm_version, model.revision, model.quantization, cache.cache_dtype, block_bytes,
              cache.kv_cache_layout, repr(spec), rank, parallel.tensor_parallel_size)  # fmt: skip
     digest = blake2b(repr(compared).encode(), digest_size=16).hexdigest()
     shape = (spec.block_size, len(group.layer_names), spec.num_kv_heads, spec.head_size)
-    return KVLayout(model.model, digest, str(spec.dtype)[6:], *shape, sum(widths))
+    return KVLayout(model.model, digest, str(spec.dtype)[6:], *shape, block_bytes)

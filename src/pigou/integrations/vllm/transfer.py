@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from pigou.config import ConfigError
+from pigou.kv import checksum
 from pigou.kv.block import Bytes, KVLayout
 from pigou.request import SECOND, Ints
 from pigou.wire.fleet_secret import FleetSecret
@@ -220,32 +221,41 @@ def _has_ids(request: Any) -> bool:
 
 
 class CacheBlocks:
-    """A vLLM KV cache as `DeviceBlocks`; a block is the concatenation of its row in each plane.
+    """A vLLM KV cache as `DeviceBlocks`: block b is the rows b, b + blocks, ... of all planes.
 
-    There is one plane where vLLM puts a block's layers together, else one a layer. On the host it
-    is an array, (blocks, bytes), else a `DeviceCopies`.
+    There is one plane where vLLM puts a block's layers together, else one a layer.
     """
 
-    def __init__(self, planes: Sequence[Any], widths: Sequence[int], layout: KVLayout) -> None:
+    def __init__(self, rows: Any, planes: int, blocks: int, layout: KVLayout) -> None:
+        """Use `rows`: on the host an array, (planes * blocks, bytes), else `DeviceCopies`."""
         self.layout = layout
-        self._planes = planes
-        self._cuts = np.cumsum(widths[:-1])
+        self._rows = rows
+        self._first = np.arange(planes, dtype=np.int32) * blocks
 
     def as_bytes(self) -> None:
         """Return None: blocks are copied by `read` and `write`."""
 
     def read(self, ids: Ints) -> Bytes:
         """Copy blocks out, shape (n, block_bytes)."""
-        rows = [p[ids] if isinstance(p, np.ndarray) else p.read(ids) for p in self._planes]
-        return np.concatenate(rows, axis=1)
+        rows = self._rows_of(ids)
+        if isinstance(self._rows, np.ndarray):
+            out = np.empty((len(rows), self._rows.shape[1]), dtype=np.uint8)
+            checksum.copy(self._rows, rows, out, np.arange(len(rows), dtype=np.int32))
+        else:
+            out = self._rows.read(rows)
+        return out.reshape(len(ids), -1)
 
     def write(self, ids: Ints, data: Bytes) -> None:
         """Copy `data`, (n, block_bytes), into blocks `ids`."""
-        for plane, part in zip(self._planes, np.split(data, self._cuts, axis=1), strict=True):
-            if isinstance(plane, np.ndarray):
-                plane[ids] = part
-            else:
-                plane.write(ids, part)
+        rows = self._rows_of(ids)
+        data = np.ascontiguousarray(data).reshape(len(rows), -1)
+        if isinstance(self._rows, np.ndarray):
+            checksum.copy(data, np.arange(len(rows), dtype=np.int32), self._rows, rows)
+        else:
+            self._rows.write(rows, data)
+
+    def _rows_of(self, ids: Ints) -> Ints:
+        return (ids[:, None] + self._first).reshape(-1).astype(np.int32)
 
 
 class WorkerHalf:
