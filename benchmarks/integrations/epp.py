@@ -136,7 +136,7 @@ async def measure(
     server, client = psutil.Process(pid), psutil.Process()
     async with grpc.aio.insecure_channel(f"{LOOPBACK}:{port}") as channel:
         stub = ext_proc.ExternalProcessorStub(channel)
-        for body in bodies[: 2 * _SESSIONS]:  # what is learned once is learned here
+        for body in bodies[: 2 * _SESSIONS]:  # warm-up
             await ask(stub, body, unread)
         server_s, client_s, began = cpu_s(server), cpu_s(client), time.perf_counter()
         tasks = []

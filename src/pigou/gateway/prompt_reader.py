@@ -87,13 +87,16 @@ class PromptTokenizer:
         """Maximum bytes per token."""
         return self.tokenizer.vocabulary.max_token_bytes
 
-    def encode(self, text: str | list[int], fields: BodyFields, *, chat: bool) -> list[int]:
+    def encode(
+        self, text: str | list[int], fields: BodyFields, *, chat: bool, scope: str | None = None
+    ) -> list[int]:
         """Return the token ids of a result of `prompt_of`; raise `NotTokenizable`."""
         if isinstance(text, list):
             return text
         special = fields.add_special_tokens
         try:
-            return self.tokenizer.encode(text, bool(special) if chat else special is not False)
+            special = bool(special) if chat else special is not False
+            return self.tokenizer.encode(text, special, scope)
         except (ValueError, TypeError) as error:
             raise NotTokenizable(str(error)) from error
 
@@ -382,7 +385,7 @@ def _tokenize(
         and len(source) > max_context * tokenizer.max_token_bytes
     ):
         raise NotTokenizable("it is longer than the context")
-    tokens = tokenizer.encode(source, fields, chat=chat)
+    tokens = tokenizer.encode(source, fields, chat=chat, scope=run.parsed.salt)
     if run.trace is not None:
         run.trace.phase("tokenize", (("pigou.tokens",), (len(tokens),)))
     tokens_of_prompt = _keyed(_cut(tokens, fields), run, sizes)
