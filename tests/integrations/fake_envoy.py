@@ -271,11 +271,12 @@ class Picker:
 async def picker_of(
     *stubs: Stub, epp: EppConfig | None = None, control: ControlConfig | None = None,
     ready: bool = True, pool: Any = None, urls: Sequence[str] = (), prepare: Any = None,
-    **gateway: Any,
+    keys: Sequence[str] = (), **gateway: Any,
 ) -> AsyncIterator[Picker]:  # fmt: skip
     """A picker with these workers attached."""
     runners = [await stub.start() for stub in stubs]
     attach = [f"{stub.url},role={stub.role}" for stub in stubs] or list(urls)
+    attach = [f"{url},key={key}" for url, key in zip(attach, keys, strict=True)] if keys else attach
     workers = [AttachedWorker.parse(text, number) for number, text in enumerate(attach)]
     serving = PickerServing(
         epp or EppConfig(listen_port=0, plaintext=True),

@@ -166,10 +166,18 @@ def test_a_dead_worker_s_requests_go_to_the_next_endpoint(
         chosen = ask(open_proxy.url, body).headers["x-pigou-worker"]
         dead = next(worker for worker in workers if worker.url == urls[chosen])
         dead.kill()
-        answer = ask(open_proxy.url, body)  # its prompt is cached there
+        (other,) = (worker for worker in workers if worker is not dead)
+        loads: list[int] = []
+
+        def note(count: int, url: str = other.url, loads: list[int] = loads) -> None:
+            if count == 4:
+                loads.append(picker.rows()[url]["decode_requests"])
+
+        answer = ask(open_proxy.url, body | {"stream": True}, on_chunk=note)  # cached there
         dead.start()
         assert answer.status == 200, answer.body
         assert len(answer.tokens) == 12
+        assert loads == [1], "the request weighs on the worker that serves it"
         until(lambda: len(picker.ups()) == 2)
         if answer.headers["x-pigou-worker"] == chosen:  # the picker did not know yet
             assert open_proxy.stat("cluster.workers.upstream_rq_retry_success") >= 1

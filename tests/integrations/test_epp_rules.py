@@ -216,7 +216,8 @@ def test_a_remote_prefill_is_named_to_the_decode_workers_sidecar() -> None:
     async def local(picker: Picker) -> None:
         picked = await picker.ask(completion(), headers={"x-prefiller-host-port": "1.2.3.4:5"})
         assert "x-prefiller-host-port" not in picked.headers
-        assert picked.removed == ["x-prefiller-host-port"], "a client must not choose it"
+        wanted = ["x-prefiller-host-port", "x-pigou-fleet-tenant"]
+        assert picked.removed == wanted, "a client must not choose them"
 
     # A decode worker without room for prompts of its own is priced by a policy that splits always.
     run(rule, Stub("p", Role.PREFILL), Stub("d", Role.DECODE),
@@ -396,6 +397,24 @@ def test_a_fallback_that_served_takes_over_what_was_booked() -> None:
             await stream.pass_on(chunk(" b"), True)
 
     two(rule)
+
+
+def test_workers_get_their_key_on_routes_of_generation_and_no_other_worker_does() -> None:
+    async def rule(picker: Picker) -> None:
+        keys = {picker.at(number): f"Bearer key-{number}" for number in range(2)}
+        async with picker.stream() as busy:
+            first = await busy.ask(completion())
+            second = await picker.ask(completion(), headers={"authorization": "Bearer client's"})
+            for picked in (first, second):
+                assert picked.headers["authorization"] == keys[picked.endpoints[0]]
+                assert len(picked.endpoints) == 1, "the other one has another key"
+            await busy.reply(chunk(" a"))
+        for path in ("/limits", "/v1/completions/../../limits", "/v1/kv/offer"):
+            picked = await picker.ask(completion(), headers={":path": path})
+            assert "authorization" not in picked.headers
+
+    stubs = [Stub(name, stock=True) for name in "ab"]
+    run(rule, *stubs, keys=("key-0", "key-1"))
 
 
 def test_a_stranger_that_served_weighs_on_no_worker() -> None:

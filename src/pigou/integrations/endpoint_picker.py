@@ -225,7 +225,10 @@ class EndpointPicker:
         why = driver.plane.decision(run.parsed.id)
         if why is not None:
             request.model.metrics.decided(why, (computes or decode).worker.block_size, run.keys)
-            others = [endpoints[id] for id in _by_cost(why) if id in endpoints]
+            others = [
+                endpoints[id] for id in _by_cost(why)
+                if id in endpoints and upstreams[id].bearer == decode.bearer
+            ]  # fmt: skip
             order += [at for at in others if at not in order][: self._config.fallbacks]
             if wanted.headers.get(PRICES, "") not in ("", "0"):
                 reply[PRICES] = prices(why, endpoints)

@@ -33,6 +33,8 @@ from pigou.wire.errors import APIError, too_large
 SEAM = "ext_proc v3, endpoint picker protocol v1.0.0"
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
+#: Envoy itself tells it where `response_attributes` of its filter ask for it.
+_FILTER, _ADDRESS = "envoy.filters.http.ext_proc", "upstream.address"
 SUBSET = "x-gateway-destination-endpoint-subset"
 _LB, _SUBSET_SPACE = "envoy.lb", "envoy.lb.subset_hint"
 #: Bytes of a streamed chunk: proxies refuse more than 64 KiB in one.
@@ -236,9 +238,10 @@ class ExtProcStream:
     def _response(
         self, kind: str, message: ProcessingRequest
     ) -> tuple[list[ProcessingResponse], Event | None]:
-        if not self.served and message.HasField("metadata_context"):
+        if not self.served:
             served = _metadata(message, _LB, SERVED)
-            self.served = served.strip() if isinstance(served, str) else ""
+            address = message.attributes[_FILTER].fields[_ADDRESS].string_value
+            self.served = served.strip() if isinstance(served, str) else address
         if kind == "response_headers":
             head = message.response_headers
             answer = HeadersResponse()
