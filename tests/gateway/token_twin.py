@@ -207,15 +207,19 @@ class TokenTwin(Stub):
 
 
 def plain(status: int, text: str) -> tuple[int, list[Any]]:
-    """Return a reply without what no two replies share: times and the server's fingerprint."""
+    """Return a reply without times, the server's fingerprint, and fields that vLLM leaves null."""
 
     def kept(value: Any) -> Any:
         if isinstance(value, list):
             return [kept(each) for each in value]
         if not isinstance(value, dict):
             return value
-        dropped = ("created", "system_fingerprint", "service_tier", "kv_transfer_params")
-        return {name: kept(each) for name, each in value.items() if name not in dropped}
+        dropped = ("created", "system_fingerprint", "created_cache_tokens")
+        return {
+            name: kept(each)
+            for name, each in value.items()
+            if name not in dropped and each is not None
+        }
 
     if not text.startswith("data:"):
         return status, [kept(json.loads(text))]

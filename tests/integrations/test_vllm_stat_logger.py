@@ -235,13 +235,13 @@ def test_the_plug_in_fits_the_installed_vllm() -> None:
         pytest.skip(str(missing))
     done = subprocess.run(
         [str(home / "bin" / "python"), "-c", CONTRACT],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(_paths())},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths())},
         capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.stdout.endswith("holds\n"), done.stderr[-2000:]
 
 
-def _paths() -> list[str]:
+def paths() -> list[str]:
     """The folders of Pigou and of its entry points, without this environment's packages."""
     source = Path(inspect.getfile(importlib.import_module("pigou"))).parents[1]
     folders = [source, *(Path(path) for path in sys.path if path and Path(path).name == ".meta")]
