@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from lmcache_laws import LAWS
+from test_store_server import running
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -38,14 +39,24 @@ def test_the_adapter_keeps_its_laws(tmp_path: Path) -> None:
     assert len(lines) == len(LAWS) + 3
 
 
-def test_a_real_lmcache_stores_and_prefetches(tmp_path: Path) -> None:
+def with_lmcache(argument: str) -> None:
     home = os.environ.get("PIGOU_PEER_LMCACHE", "")
     if not home:
         pytest.skip("PIGOU_PEER_LMCACHE names no venv with LMCache")
     path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [f"{home}/bin/python", str(HERE / "lmcache_laws.py"), str(tmp_path)],
+        [f"{home}/bin/python", str(HERE / "lmcache_laws.py"), argument],
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == "ok"
+
+
+def test_a_real_lmcache_stores_and_prefetches(tmp_path: Path) -> None:
+    with_lmcache(str(tmp_path))
+
+
+@pytest.mark.parametrize("scheme", ["redis", "resp"])
+def test_connectors_of_lmcache_use_the_store_without_a_plug_in(scheme: str, tmp_path: Path) -> None:
+    with running(tmp_path, "--max-value", "1MiB", size="40MiB") as (port, _):
+        with_lmcache(f"{scheme}://127.0.0.1:{port}")

@@ -54,10 +54,10 @@ class Redis:
 
 
 @contextmanager
-def running(folder: Path, *options: str) -> Iterator[tuple[int, int]]:
+def running(folder: Path, *options: str, size: str = "400KiB") -> Iterator[tuple[int, int]]:
     ports = [free_port(), free_port()]
     command = [
-        sys.executable, "-m", "pigou", "store", "--tier", f"disk=400KiB@{folder}", "--page",
+        sys.executable, "-m", "pigou", "store", "--tier", f"disk={size}@{folder}", "--page",
         str(PAGE), "--max-value", "20KiB", "--port", str(ports[0]), "--metrics-port",
         str(ports[1]), *options,
     ]  # fmt: skip
