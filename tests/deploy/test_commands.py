@@ -21,6 +21,8 @@ from tests.deploy.images import (
 )
 from tests.fleet.kubernetes.fleets import Manifest, fleet, pool
 from tests.fleet.kubernetes.test_reconciliation import made, observed
+from tests.integrations.test_epp_chart import VARIANTS as EPP_VARIANTS
+from tests.integrations.test_epp_chart import rendered
 from tests.lib.source_tree import ROOT
 
 from pigou.cli import main
@@ -174,6 +176,16 @@ def test_commands_of_the_chart_are_taken(parse: Parse, tmp_path: Path) -> None:
     body = next(m for m in manifests if m["kind"] == "PigouFleet")
     pods = made(reconcile(observed(body)), "Deployment")
     assert parse_pods([*manifests, *pods], parse, tmp_path) == 4
+
+
+@pytest.mark.helm
+@pytest.mark.parametrize("values", EPP_VARIANTS)
+def test_commands_of_the_picker_s_chart_are_taken(
+    values: dict[str, Any], parse: Parse, tmp_path: Path
+) -> None:
+    helm = pytest.importorskip("helm_python.chart", reason="helm-python-sdk is not installed")
+    manifests = rendered(helm, values).values()
+    assert parse_pods(list(manifests), parse, tmp_path) == 1
 
 
 def test_services_of_the_compose_file_are_of_the_images_and_reach_each_other() -> None:

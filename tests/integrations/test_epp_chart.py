@@ -20,6 +20,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"pool": {"create": False}, "tls": False, "fleetSecret": "pigou-fleet"},
     {
         "replicas": 2, "peers": "nats://nats:4222", "apiKeysSecret": "pigou-keys",
+        "fleetSecret": "pigou-fleet",
         "pool": {"name": "qwen", "matchLabels": {"app": "sglang", "tier": "gold"},
                  "targetPorts": [8000, 8001], "failureMode": "FailOpen"},
         "events": {"port": 5557, "replayPort": 5657},
@@ -62,7 +63,7 @@ def test_the_chart_is_lint_clean_and_refuses_unknown_values(helm: Any) -> None:
         assert all(message["severity"] < 2 for message in report["messages"]), report
     chart = helm.Chart.load(str(CHART))
     wrong: list[Any] = [
-        {"replica": 1}, {"replicas": 2}, {"peers": "redis://h"},
+        {"replica": 1}, {"replicas": 2}, {"replicas": 2, "peers": "nats://n:1"}, {"peers": "redis://h"},
         {"pool": {"targetPorts": []}}, {"pool": {"targetPorts": list(range(1, 10))}},
         {"pool": {"targetPorts": [0]}}, {"pool": {"failureMode": "FailSafe"}},
         {"pool": {"name": "A"}}, {"pool": {"selector": {}}}, {"args": "--help"},
@@ -102,6 +103,8 @@ async def test_the_role_grants_all_that_the_pool_asks_for(helm: Any) -> None:
         pool = InferencePool.parse(f"{url}&api={api.url}")
         async with followed(pool) as seen:
             await until(lambda: len(seen()) == 2)
+            await until(lambda: {asked.verb for asked in api.requests
+                                 if asked.resource == "pods"} >= {"watch", "list"})  # fmt: skip
         events = [worker.events for worker in seen().values()]
         assert events == ["tcp://10.1.0.1:5557", "tcp://10.1.0.1:5558"]
         verbs = {(asked.verb, asked.resource.rpartition("/")[2]) for asked in api.requests}
