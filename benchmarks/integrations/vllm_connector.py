@@ -1,11 +1,11 @@
-"""vLLM pairs by PigouConnector and by NixlConnector beside one server, interleaved.
+"""vLLM pairs by PigouConnector and by NixlConnector, each interleaved with one server.
 
     PIGOU_PEER_VLLM=DIR python -m benchmarks.integrations.vllm_connector [--rounds 10]
 
-Both pairs share the cores, and only one is asked at a time. A round asks each contender, in an
-order of its own, for one prompt that nobody has seen: the prefill leg, then the decode leg as a
-stream. One server (the decode server of Pigou's pair) computes its prompt itself. MB/s are the
-transfer's own: NIXL's counters, and the connector's log of pulls.
+Two pairs at once are more than a small machine has memory for: they run after each other, in
+`--turns`. A round asks a pair (prefill leg, then decode leg as a stream) and its decode server
+alone for one prompt that nobody has seen, in an order of its own; the ratio of both is paired.
+MB/s are the transfer's own: NIXL's counters, and the connector's log of pulls.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import re
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.lib.peers import VllmPair, pigou_connector, python_path
 from benchmarks.lib.rounds import shuffled_rounds
@@ -36,6 +35,8 @@ LOG = {
         "vllm.pigou": {"level": "DEBUG"},
     },
 }
+#: One a prompt.
+Rows: TypeAlias = NDArray[np.float64]
 PULL = re.compile(r"pull of \S+: ok, (\d+) bytes in ([\d.]+) s by (\w+)")
 
 
@@ -85,21 +86,39 @@ def pigou_rate(pair: VllmPair) -> float:
     return sum(int(moved) for moved, _, _ in pulls) / max(sum(float(s) for _, s, _ in pulls), 1e-9)
 
 
+def ask(pair: VllmPair, rounds: int, size: int, seed: int) -> tuple[Rows, int]:
+    """Return (prefill leg, decode leg's first token, first token of one server) s, and matches."""
+    prompts = np.random.default_rng(seed).integers(10, 1900, (rounds + 1, size)).tolist()
+    rows, same, seen = np.zeros((rounds + 1, 3)), 0, dict[int, list[int]]()
+    for number, name in shuffled_rounds(("pair", "one"), rounds + 1, seed):
+        body = {"model": pair.model, "prompt": prompts[number], "max_tokens": 8,
+                "temperature": 0, "ignore_eos": True, "return_token_ids": True}  # fmt: skip
+        if name == "pair":
+            rows[number, 0], rows[number, 1], tokens = both_legs(pair, body)
+        else:
+            rows[number, 2], tokens = decode(pair.decode, body)
+        same += seen.setdefault(number, tokens) == tokens
+    return rows[1:], same - rounds - 1  # the first round warms up
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=10, help="prompts a turn")
+    parser.add_argument("--turns", type=int, default=1, help="starts of each pair")
     parser.add_argument("--tokens", type=int, default=1500, help="prompt length, below 2,000")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--backends", default="shm,tcp")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    random = np.random.default_rng(args.seed)
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        write_checkpoint(
-            folder / "model",
-            Shape(hidden=512, layers=args.layers, heads=8, kv_heads=2, head_dim=64, ffn=1536),
-        )
+    config = pigou_connector(backends=args.backends.split(","), timeout_s=20.0)
+    told: dict[str, list[Rows]] = {"pigou": [], "nixl": []}
+    rates: dict[str, list[float]] = {"pigou": [], "nixl": []}
+    print(
+        "pair    prefill leg   decode leg's first token P50 (P10-P90)   one server   ratio   same"
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shape = Shape(hidden=512, layers=args.layers, heads=8, kv_heads=2, head_dim=64, ffn=1536)
+        write_checkpoint(folder / "model", shape)
         (folder / "log.json").write_text(json.dumps(LOG))
         environment = {
             "PYTHONPATH": python_path(folder / "links"),
@@ -107,41 +126,26 @@ def main() -> None:
             "WAIT": "800",
         }
         extra = f"--no-enable-prefix-caching --block-size 32 --max-num-batched-tokens {args.tokens}"
-        config = pigou_connector(backends=args.backends.split(","), timeout_s=20.0)
-        pairs = {}
-        for name, more in (("pigou", config), ("nixl", "")):
-            pairs[name] = VllmPair.start(
-                folder / "model", folder / name, f"{extra} {more}", 1000, environment
-            )
-            stack.callback(pairs[name].stop)
-        legs: dict[str, Callable[[dict[str, Any]], tuple[float, float, list[int]]]] = {
-            "pigou": lambda body: both_legs(pairs["pigou"], body),
-            "nixl": lambda body: both_legs(pairs["nixl"], body),
-            "one server": lambda body: (0.0, *decode(pairs["pigou"].decode, body)),
-        }
-        seen: dict[str, list[tuple[float, float]]] = {name: [] for name in legs}
-        told: dict[int, list[list[int]]] = {}
-        prompts = random.integers(10, 1900, (args.rounds + 1, args.tokens)).tolist()
-        for number, name in shuffled_rounds(list(legs), args.rounds + 1, args.seed):
-            body = {"model": "model", "prompt": prompts[number], "max_tokens": 8,
-                    "temperature": 0, "ignore_eos": True, "return_token_ids": True}  # fmt: skip
-            prefill_s, first_s, tokens = legs[name](body)
-            told.setdefault(number, []).append(tokens)
-            if number:  # the first round warms up
-                seen[name].append((prefill_s, first_s))
-        same = sum(all(tokens == each[0] for tokens in each) for each in told.values())
-        rates = {"pigou": pigou_rate(pairs["pigou"]), "nixl": nixl_rate(pairs["nixl"])}
-        print(f"{args.tokens} tokens, {args.rounds} rounds; same tokens from all in {same} of "
-              f"{args.rounds + 1} prompts")  # fmt: skip
-        print("contender    prefill leg   decode leg's first token P50 (P10-P90)   both   transfer")
-        for name, rows in seen.items():
-            prefill, first = 1e3 * np.array(rows).T
-            low, mid, high = np.percentile(first, (10, 50, 90))
-            rate = f"{rates[name] / 1e6:8.0f} MB/s" if name in rates else ""
-            print(f"{name:11}  {np.median(prefill):8.0f} ms   {mid:8.0f} ms ({low:.0f}-{high:.0f})"
-                  f"   {np.median(prefill + first):8.0f} ms {rate}")  # fmt: skip
-        paired = np.array([row[1] for row in seen["nixl"]]) / [row[1] for row in seen["pigou"]]
-        print(f"decode leg's first token, nixl / pigou: median {np.median(paired):.2f}")
+        for turn in range(args.turns):
+            for kind, more in (("pigou", config), ("nixl", "")):
+                pair = VllmPair.start(
+                    folder / "model", folder / f"{kind}{turn}", f"{extra} {more}", 1000, environment
+                )
+                try:
+                    rows, same = ask(pair, args.rounds, args.tokens, turn)
+                    rates[kind].append(pigou_rate(pair) if kind == "pigou" else nixl_rate(pair))
+                finally:
+                    pair.stop()
+                told[kind].append(rows)
+                prefill, first, alone = 1e3 * rows.T
+                low, mid, high = np.percentile(first, (10, 50, 90))
+                print(f"{kind:6}{np.median(prefill):9.0f} ms  {mid:9.0f} ms ({low:.0f}-{high:.0f})"
+                      f"{np.median(alone):9.0f} ms   {np.median(first / alone):.3f}   "
+                      f"{same} of {args.rounds + 1}", flush=True)  # fmt: skip
+    for kind, turns in told.items():
+        ratio = np.concatenate([rows[:, 1] / rows[:, 2] for rows in turns])
+        print(f"{kind}: decode leg's first token / one server's: {np.median(ratio):.3f}; "
+              f"transfer {np.mean(rates[kind]) / 1e6:.0f} MB/s")  # fmt: skip
 
 
 if __name__ == "__main__":
