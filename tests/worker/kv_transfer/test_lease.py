@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -80,6 +82,33 @@ def test_every_offer_is_released_exactly_once(ends: list[str]) -> None:
     reaper.join(10)
     assert sorted(released) == sorted(o.request for o in offers)
     assert len(book) == 0
+
+
+@pytest.mark.parametrize("end", ["added", "not expected", "closed", "late"])
+def test_an_expected_offer_is_waited_for(end: str) -> None:
+    book, reaper = _book(60 * SECOND, [])
+    book.expect("r")
+    blocks = np.arange(2, dtype=np.int32)
+    acts: dict[str, Callable[[], object]] = {
+        "added": lambda: book.add("r", blocks, 20, secret="s"),
+        "not expected": lambda: book.expect("r", expected=False),
+        "closed": book.close,
+        "late": lambda: None,
+    }
+    timer = threading.Timer(0.1, acts[end])
+    timer.start()
+    began = time.monotonic()
+    if end == "added":
+        assert book.find("r", "s", wait_s=20).request == "r"
+        with pytest.raises(TransferError):
+            book.find("r", "other", wait_s=20)
+    else:
+        with pytest.raises(TransferError):
+            book.find("r", "s", wait_s=0.3 if end == "late" else 20)
+    assert time.monotonic() - began < 10
+    timer.join()
+    book.close()
+    reaper.join(10)
 
 
 def test_threads_that_race_to_release_do_it_once() -> None:
