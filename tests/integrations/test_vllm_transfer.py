@@ -354,7 +354,7 @@ def test_a_cache_on_host_and_on_a_device_are_read_and_written_alike(planes: int)
 @pytest.mark.parametrize(("extra", "words"), [
     ({"hosts": "x"}, "unknown field `hosts`; fields are host, port"),
     ({"backends": ["rdma"]}, "backends is"), ({"host": "0.0.0.0"}, "advertise"),
-    ({"lease_s": 0}, "lease"), ({"port": "x"}, "port"),
+    ({"lease_s": 0}, "lease"), ({"timeout_s": float("nan")}, "NaN"), ({"port": "x"}, "port"),
 ])  # fmt: skip
 def test_a_wrong_field_is_named(extra: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match="kv_connector_extra_config") as error:

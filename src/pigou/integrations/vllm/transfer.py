@@ -59,7 +59,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         try:
             config = msgspec.convert(dict(extra), cls)
             config.transfer(0)
-        except (msgspec.ValidationError, ConfigError) as error:
+        except (msgspec.ValidationError, ValueError, OverflowError) as error:
             known = ", ".join(cls.__struct_fields__)
             raise ConfigError(f"kv_connector_extra_config: {error}; fields are {known}") from None
         return config
