@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -113,8 +114,8 @@ class Stack:
         server.start(START_S)
         return server
 
-    def worker(self, *options: str, model: str = "") -> ServerProcess:
-        (port,) = free_ports(1)
+    def worker(self, *options: str, model: str = "", port: int = 0) -> ServerProcess:
+        port = port or free_ports(1)[0]
         model = model or str(self.folder / "model")
         options = options if "--dtype" in options else (*WORKER, *options)
         return self.run(
@@ -145,13 +146,14 @@ class Stack:
             assert name in mode or name in chosen
             (mode if name in mode else chosen)[name] = value
         epp, servers = config["static_resources"]["clusters"]
-        for cluster, found in ((epp, [p.server.port for p in pickers]),
-                               (servers, [w.port for w in workers])):  # fmt: skip
+        for cluster, urls in ((epp, [each.server.url for each in pickers]),
+                              (servers, [worker.url for worker in workers])):  # fmt: skip
             (group,) = cluster["load_assignment"]["endpoints"]
+            places = [urlsplit(url) for url in urls]
             group["lb_endpoints"] = [
-                {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1",
-                                                             "port_value": number}}}}
-                for number in found
+                {"endpoint": {"address": {"socket_address": {
+                    "address": place.hostname, "port_value": place.port}}}}
+                for place in places
             ]  # fmt: skip
         path = self.folder / f"envoy-{port}.yaml"
         path.write_text(yaml.safe_dump(config))

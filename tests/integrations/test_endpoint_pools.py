@@ -198,6 +198,19 @@ async def test_a_pool_with_another_selector_has_other_pods() -> None:
         await until(lambda: len(seen()) == 2)
 
 
+async def test_a_pool_that_does_not_exist_yet_is_awaited(caplog: pytest.LogCaptureFixture) -> None:
+    async with FakeKubernetes() as api:
+        api.store.put(DEFINITION)
+        api.store.put(pod("a", "10.1.0.1"))
+        pool = source(api)
+        async with followed(pool) as seen:
+            await until(lambda: "pool chat stays as it was" in caplog.text)
+            assert not pool.ready
+            api.store.put(inference_pool({"app": "vllm"}, 8000))
+            await until(lambda: list(seen()) == ["http://10.1.0.1:8000"])
+            assert pool.ready
+
+
 async def test_an_api_server_that_is_away_leaves_the_pool_as_it_was(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

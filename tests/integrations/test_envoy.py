@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 from tests.integrations.envoys import Answer, Picker, Proxy, Stack, ask, get, stack, until
+from tests.integrations.inference_pools import DEFINITION, inference_pool, pod
+from tests.lib.fake_kubernetes import FakeKubernetes
 from tests.lib.server_process import ServerProcess, nats_server
 
 PROMPT = [4 + i % 90 for i in range(200)]
@@ -138,6 +141,48 @@ def test_a_file_s_changes_reach_the_proxy(run: Stack, workers: list[ServerProces
     before = served(workers[1])
     assert ask(proxy.url, BODY).status == 200
     assert served(workers[1]) == before + 1
+
+
+async def test_ready_pods_of_an_inference_pool_are_served_and_deleted_ones_drained(
+    run: Stack, workers: list[ServerProcess]
+) -> None:
+    first, port = workers[0], workers[0].port
+    await asyncio.to_thread(run.worker, "--host", "127.0.0.2", port=port)
+    second = ServerProcess([], f"http://127.0.0.2:{port}", port, run.folder / "none")
+    async with FakeKubernetes() as api:
+        api.store.put(DEFINITION)
+        api.store.put(inference_pool({"app": "vllm"}, port))
+        api.store.put(pod("a", "127.0.0.1"))
+        api.store.put(pod("b", "127.0.0.2", ready=False))
+        made = await asyncio.to_thread(
+            run.picker, "--pool", f"k8s://default/chat?api={api.url}", "--drain", "20"
+        )
+
+        async def ups(urls: set[str]) -> None:
+            await asyncio.to_thread(until, lambda: made.ups() == urls)
+
+        await ups({first.url})
+        api.store.put(pod("b", "127.0.0.2"))
+        await ups({first.url, second.url})
+        proxy = await asyncio.to_thread(run.proxy, [made], [first, second])
+        began = threading.Event()
+        streams = [
+            asyncio.create_task(asyncio.to_thread(
+                ask, proxy.url, STREAM | {"max_tokens": 100}, on_chunk=lambda count: began.set()
+            )) for _ in range(2)
+        ]  # fmt: skip
+        await asyncio.to_thread(began.wait, 20)
+        await asyncio.to_thread(until, lambda: _decoding(made) == 2)
+        leaving = pod("a", "127.0.0.1")
+        leaving["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["t/t"]}
+        api.store.put(leaving)
+        await ups({second.url})
+        bodies = [BODY | {"prompt": [7 + number] * 40, "max_tokens": 2} for number in range(3)]
+        answers = [await asyncio.to_thread(ask, proxy.url, body) for body in bodies]
+        assert {answer.headers["x-pigou-worker"] for answer in answers} == {"b"}
+        assert {row["state"] for row in made.rows().values()} == {"up", "draining"}
+        assert [len((await stream).tokens) for stream in streams] == [100, 100]
+        await asyncio.to_thread(until, lambda: set(made.rows()) == {second.url})
 
 
 def test_a_fleet_s_registered_workers_are_asked_with_its_secret(
