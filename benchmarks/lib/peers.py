@@ -21,6 +21,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Self
 
@@ -187,6 +188,10 @@ def python_path(links: Path) -> str:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.origin and not (links / name).exists():
             (links / name).symlink_to(Path(spec.origin).parent)
+    site = Path(str(distribution("pigou").locate_file("")))
+    for info in site.glob("pigou-*.dist-info"):  # entry points, by which tiers are found
+        if not (links / info.name).exists():
+            (links / info.name).symlink_to(info)
     return os.pathsep.join([str(Path(pigou.__file__).parents[1]), str(links)])
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 from collections.abc import Callable
-from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 from tests.integrations import vllm_fakes, vllm_policy_laws
 from tests.integrations.vllm_policy_laws import LAWS, Setting, keys
 
-from benchmarks.lib.peers import PeerMissing, vllm_home
+from benchmarks.lib.peers import PeerMissing, python_path, vllm_home
 
 vllm_fakes.install()
 ROOT = Path(__file__).parents[2]
@@ -26,36 +24,24 @@ def test_policy(law: Callable[[bool], None]) -> None:
     law(False)
 
 
-def run_in_vllm(*arguments: str, overlay: Path | None = None) -> str:
-    """Run Python with a real vLLM's interpreter and this tree; skip without one.
-
-    `overlay` is a folder for what Pigou requires and vLLM does not, and for its entry points.
-    """
+def run_in_vllm(links: Path, *arguments: str) -> str:
+    """Run Python with a real vLLM's interpreter and this tree; skip without one."""
     try:
         home = vllm_home()
     except PeerMissing as missing:
         pytest.skip(str(missing))
-    path = [str(ROOT / "src"), str(ROOT)]
-    if overlay is not None:
-        xxhash = importlib.util.find_spec("xxhash")
-        assert xxhash is not None
-        (overlay / "xxhash").symlink_to(Path(str(xxhash.origin)).parent)
-        metadata = Path(str(distribution("pigou").locate_file("")))
-        for info in metadata.glob("pigou-*.dist-info"):
-            (overlay / info.name).symlink_to(info)
-        path.append(str(overlay))
+    path = os.pathsep.join([python_path(links), str(ROOT)])
     done = subprocess.run(
         [str(home / "bin/python"), *arguments], cwd=ROOT, text=True, capture_output=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
-        check=False,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3_000:] + done.stderr[-6_000:]
     return done.stdout
 
 
 @pytest.mark.vllm
-def test_policy_under_a_real_vllm_s_manager() -> None:
-    assert f"{len(LAWS)} laws hold" in run_in_vllm("-m", vllm_policy_laws.__name__)
+def test_policy_under_a_real_vllm_s_manager(tmp_path: Path) -> None:
+    assert f"{len(LAWS)} laws hold" in run_in_vllm(tmp_path, "-m", vllm_policy_laws.__name__)
 
 
 OPERATIONS = st.lists(

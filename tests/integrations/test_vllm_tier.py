@@ -20,5 +20,5 @@ def test_tier(law: Callable[[Path], None], tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 def test_tier_under_a_real_vllm_s_manager(tmp_path: Path) -> None:
-    said = run_in_vllm("-m", vllm_tier_laws.__name__, overlay=tmp_path)
+    said = run_in_vllm(tmp_path, "-m", vllm_tier_laws.__name__)
     assert f"{len(LAWS + ENGINE_LAWS)} laws hold" in said

@@ -23,7 +23,7 @@ from pigou.kv.tier_eviction.reuse import AT_ONCE, ReuseModel, age_bin, use_class
 from pigou.request import NEVER
 
 SEAM = "vllm 0.32"  # engine version that this was written against
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.pigou")
 _EXPIRED = f"tenure1:{0:064}:1"  # salt of an expired tenure
 GROUP_BYTES = 4  # size of the KV cache group at a key's end
 #: Maximum of absent chunks whose uses are remembered, and the same as a multiple of the capacity.

@@ -31,7 +31,7 @@ from pigou.kv.tier_config import uri_below
 from pigou.request import Ints
 from pigou.runtime.stores.store import Bools
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.pigou")
 _PREFIX = "vllm:kv_offload_pigou_"
 #: Gauges by tier, figures of `PageStore.stats`, and the seconds between two readings.
 _GAUGES = {
