@@ -74,7 +74,7 @@ class TokenTwin(Stub):
     stock: bool = True
     model: str = field(default_factory=lambda: str(bundled_path()))
     role: Role = Role.BOTH
-    offers: bool = True
+    offers: bool | None = True  # None cuts the connection of who asks
     refuses: int = 200
     reasoning: bool = False
     cap: int | None = None  # bound of the server's own on a chat's output
@@ -84,6 +84,9 @@ class TokenTwin(Stub):
                        "/v1/chat/completions/render": self.render}  # fmt: skip
 
     async def render(self, request: web.Request) -> web.StreamResponse:
+        if self.offers is None:
+            assert request.transport is not None
+            request.transport.abort()
         if not self.offers:
             return web.json_response({"error": {"message": "disabled"}}, status=403)
         body = await request.json()

@@ -207,11 +207,11 @@ async def _generate_defaults(
     defaults: dict[bool, dict[str, Any]] = {}
     for chat, body in _RENDERED.items() if card.owned_by == "vllm" else ():
         path = f"/v1/{'chat/' * chat}completions/render"
-        async with session.post(url + path, json=body | {"model": card.id}) as response:
-            page = await read_page(response) if response.status == 200 else b""
         try:
+            async with session.post(url + path, json=body | {"model": card.id}) as response:
+                page = await read_page(response) if response.status == 200 else b""
             rendered = msgspec.json.decode(page, type=_Rendered | tuple[_Rendered])
-        except DECODING_ERRORS:
+        except (aiohttp.ClientError, OSError, TimeoutError, *DECODING_ERRORS):
             continue
         one = rendered[0] if isinstance(rendered, tuple) else rendered
         left = (card.max_model_len or 0) - len(one.token_ids)

@@ -78,7 +78,7 @@ class TokenRequest:
         parsed, prompt, ids = run.parsed, run.token_prompt, body["token_ids"]
         assert prompt is not None
         self.body, self._prompt = body, prompt.ids
-        self._chat, self._wants_ids = parsed.chat, parsed.wants_ids
+        self._chat = parsed.chat
         self._include = bool(carried.include_stop_str_in_output)
         self._text = EngineDetokenizer(
             prompt.backend, ids, skip_special=carried.skip_special_tokens is not False
@@ -106,8 +106,9 @@ class TokenRequest:
             carried = _carried(msgspec.json.encode(fields))
         except DECODING_ERRORS:
             return None
-        options = carried.stream_options
-        if carried.echo or carried.logprobs or (options and options.continuous_usage_stats):
+        options, whole_with_ids = carried.stream_options, parsed.wants_ids and not parsed.stream
+        in_each = options is not None and options.continuous_usage_stats
+        if carried.echo or carried.logprobs or whole_with_ids or in_each:
             return None
         values = msgspec.to_builtins(carried)
         sampling = {**defaults, **{name: values[name] for name in _SAMPLING.keys() & values.keys()}}
@@ -154,22 +155,13 @@ class TokenRequest:
         if len(reply.choices) != 1:
             raise msgspec.ValidationError(f"a reply of {len(reply.choices)} choices")
         [choice], text = reply.choices, self._add(reply.choices[0])
-        wants_ids = self._wants_ids
         content = {"message": openai_replies.message(text, None)} if self._chat else {"text": text}
-        extra: dict[str, Any] = {
-            "prompt_logprobs": None,
-            "prompt_token_ids": self._prompt if wants_ids else None,
-        }
-        shared, own = (extra, {}) if self._chat else ({}, extra)
-        one = openai_replies.choice(
-            0, content, choice.finish_reason, choice.stop_reason,
-            token_ids=choice.token_ids if wants_ids else None, **own,
-        )  # fmt: skip
+        one = openai_replies.choice(0, content, choice.finish_reason, choice.stop_reason)
         kind: Literal["chat.completion", "text_completion"]
         kind = "chat.completion" if self._chat else "text_completion"
-        ticket = reply.kv_transfer_params
+        usage, ticket = reply.usage, reply.kv_transfer_params
         return openai_replies.whole(
-            kind, *self._head, self._model, [one], usage=reply.usage, ticket=ticket, **shared
+            kind, *self._head, self._model, [one], usage=usage, ticket=ticket
         )
 
     def _add(self, choice: _GenerateChoice) -> str:
