@@ -7,6 +7,7 @@ Each peer lives in its own virtual environment, named by an environment variable
 | `PIGOU_PEER_VLLM`          | a venv with vLLM for CPU and NIXL                    |
 | `PIGOU_PEER_SGLANG`        | a folder with SGLang's package (`pip install -t`)    |
 | `PIGOU_PEER_SGLANG_ROUTER` | a venv with sglang-router                            |
+| `PIGOU_PEER_VLLM_ROUTER`   | a venv with vllm-router                              |
 | `PIGOU_PEER_KVPRESS`       | a venv with kvpress (and transformers below 5.3)     |
 | `PIGOU_PEER_AICONFIGURATOR` | a venv with aiconfigurator                          |
 | `PIGOU_SHARED`             | the folder with `tools/peer-vllm.sh` and its siblings |
@@ -69,6 +70,12 @@ def sglang_router_home() -> Path:
     """The venv with sglang-router; raises PeerMissing with the way to make it."""
     remedy = "run `python3 -m venv DIR && DIR/bin/pip install sglang-router`"
     return _venv("PIGOU_PEER_SGLANG_ROUTER", "sglang-router", remedy)
+
+
+def vllm_router_home() -> Path:
+    """The venv with vllm-router; raises PeerMissing with the way to make it."""
+    remedy = "run `python3 -m venv DIR && DIR/bin/pip install vllm-router`"
+    return _venv("PIGOU_PEER_VLLM_ROUTER", "vllm-router", remedy)
 
 
 def kvpress_home() -> Path:
@@ -307,6 +314,37 @@ def start_sglang_router(
         server.stop()
         raise
     return server
+
+
+def start_vllm_router(
+    upstreams: Sequence[str],
+    *,
+    log: Path,
+    policy: str = "cache_aware",
+    events: Sequence[str] = (),
+    model: Path | None = None,
+    block_size: int = 16,
+) -> Server:
+    """Start vllm-router in front of ``upstreams`` and return it ready to route to them all.
+
+    ``events`` are the workers' KV events (ZMQ), in their order; ``kv_aware`` needs them, and the
+    ``model``'s name.
+    """
+    port, metrics = free_ports(2)
+    argv = [str(vllm_router_home() / "bin" / "vllm-router"), "--host", LOOPBACK]
+    argv += ["--port", str(port), "--policy", policy, "--log-level", "warning"]
+    argv += ["--prometheus-host", LOOPBACK, "--prometheus-port", str(metrics)]
+    for url, endpoint in zip(upstreams, events, strict=False):
+        argv += ["--kv-event-source", f"{url}={endpoint}"]
+    if events and model is not None:
+        argv += ["--kv-event-block-size", str(block_size), "--kv-event-model", model.name]
+    argv += ["--worker-urls", *upstreams]
+    server = Server(argv, url=f"http://{LOOPBACK}:{port}", log=log)
+    try:
+        return server.wait_healthy(timeout_s=60)
+    except BaseException:
+        server.stop()
+        raise
 
 
 def _wait_for_workers(router: Server, count: int, timeout_s: float = 60.0) -> None:
