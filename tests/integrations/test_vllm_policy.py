@@ -119,3 +119,11 @@ def _check(s: Setting) -> None:
         assert chunk.kids == sum(other.up is chunk for other in chunks.values())
         if chunk.free:  # else it could never be evicted
             assert any(item[1:] == (chunk.stamp, chunk) for item in s.policy._heap)
+
+
+def test_an_insertion_that_names_its_request_as_in_vllm_0_33_holds_the_chunk() -> None:
+    setting = Setting(4, False)
+    insert = setting.policy.insert
+    setting.policy.insert = lambda key, chunk: insert(key, chunk, setting.context())
+    assert setting.ask(keys(1, 2)) == 0
+    assert setting.ask(keys(1, 2)) == 2

@@ -101,8 +101,10 @@ class PigouPolicy(CachePolicy):
         chunk = self._chunks.get(key)
         return None if chunk is None else chunk.status
 
-    def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
-        """Hold a chunk."""
+    def insert(
+        self, key: OffloadKey, chunk: ChunkStatus, req_context: ReqContext | None = None,  # noqa: ARG002
+    ) -> None:  # fmt: skip
+        """Hold a chunk; vLLM 0.33 gives the context too."""
         held = self._absent.pop(key, None)
         if held is None:
             held = _CachedChunk(key)
