@@ -64,14 +64,11 @@ class _Pool:
             for held in self.store.put(pages, data, np.arange(len(pages), dtype=np.int32))
         ]
 
-    def read(self, pages: Sequence[Page]) -> list[Any]:
-        """Return flat tensors; None for a miss."""
+    def read(self, pages: Sequence[Page]) -> tuple[Bytes, list[bool]]:
+        """Return the pages' bytes, one a row, and which are right."""
         out = np.empty((len(pages), self.store.page_bytes), dtype=np.uint8)
-        tensors: list[Any] = [None] * len(pages)
-        for i in np.flatnonzero(self.store.get(pages, out, np.arange(len(pages), dtype=np.int32))):
-            tensors[i] = self.pool.get_dummy_flat_data_page()
-            _bytes_of(tensors[i])[:] = out[i]
-        return tensors
+        good = self.store.get(pages, out, np.arange(len(pages), dtype=np.int32))
+        return out, [bool(right) for right in good]
 
     def move(self, pages: Sequence[Page], indices: Any, *, read: bool) -> list[bool]:
         """Read pages to, or write them from, the host pool; return which are there."""
@@ -80,11 +77,12 @@ class _Pool:
         rows = [int(index) for index in indices[:: self.page_tokens]]
         if not read:
             return self.write(pages, [self.pool.get_data_page(row, flat=True) for row in rows])
-        tensors = self.read(pages)
-        for row, page in zip(rows, tensors, strict=True):
-            if page is not None:
-                self.pool.set_from_flat_data_page(row, page)
-        return [page is not None for page in tensors]
+        out, good = self.read(pages)
+        page = self.pool.get_dummy_flat_data_page()
+        for i in np.flatnonzero(good).tolist():
+            _bytes_of(page)[:] = out[i]
+            self.pool.set_from_flat_data_page(rows[i], page)
+        return good
 
 
 class PigouStorage(HiCacheStorage):
@@ -211,14 +209,19 @@ class PigouStorage(HiCacheStorage):
 
     def batch_get(self, keys: list[str], target_locations: Any = None, *_: Any) -> list[Any]:
         """Return pages, in `target_locations` where given; None for a miss."""
-        pages = _pages(keys, None)
         missed: list[Any] = [None] * len(keys)
-        tensors = self._safe(missed, lambda: self._pools[_KV].read(pages))
-        targets = target_locations or missed
-        return [
-            page if page is None or target is None else target.copy_(page.view(target.shape))
-            for page, target in zip(tensors, targets, strict=True)
-        ]
+        return self._safe(missed, lambda: self._read(keys, target_locations or missed))
+
+    def _read(self, keys: list[str], targets: Sequence[Any]) -> list[Any]:
+        pool = self._pools[_KV]
+        out, good = pool.read(_pages(keys, None))
+        tensors: list[Any] = [None] * len(keys)
+        for i in np.flatnonzero(good).tolist():
+            flat = pool.pool.get_dummy_flat_data_page()
+            _bytes_of(flat)[:] = out[i]
+            target = targets[i]
+            tensors[i] = flat if target is None else target.copy_(flat.view(target.shape))
+        return tensors
 
     def batch_set(self, keys: list[str], values: Any = None, *_: Any) -> bool:
         """Store pages; return whether all are held."""
