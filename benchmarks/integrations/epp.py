@@ -5,6 +5,8 @@ sends chats in chunks of 16 KiB by open loop, at 300/s with prompts of 20 kB, an
 `sessions` are chats that grow by a message a turn, as agents' do; `distinct` prompts have no text
 in common. Times are the client's: from the write of the last chunk to the answer with the
 endpoint, gRPC both ways included. CPU is user and system time of each process over its requests.
+`decision` rows are CPU time alone, of one process without gRPC: from the last byte taken to the
+answer given, one request after another. They hold on a busy machine, where the others do not.
 `--hop` sends them as compressed too, which are not read: the floor of gRPC and streams alone.
 """
 
@@ -32,10 +34,18 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
     HttpBody,
     HttpHeaders,
     ProcessingRequest,
+    ProcessingResponse,
     ProtocolConfiguration,
 )
 
 from benchmarks.lib.servers import LOOPBACK, Server, free_ports, machine
+from pigou.config import ControlConfig
+from pigou.fleet.config import AttachedWorker
+from pigou.fleet.supervisor import FleetSetup
+from pigou.gateway.config import GatewayConfig
+from pigou.integrations.endpoint_picker import Receive, Send
+from pigou.integrations.epp_config import EppConfig
+from pigou.integrations.epp_server import PickerServing
 
 _DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
 _CHUNK = 16 * 1024
@@ -119,6 +129,59 @@ async def ask(stub: ext_proc.ExternalProcessorStub, body: bytes, unread: bool) -
     return seconds
 
 
+def _timed(messages: list[ProcessingRequest], times: list[float]) -> tuple[Receive, Send]:
+    """Return a stream's ends; `times` gets the CPU ms from its last byte to its pick."""
+    left, began = iter(messages), [0.0]
+
+    async def receive() -> ProcessingRequest | None:
+        began[0] = time.process_time()
+        return next(left, None)
+
+    async def send(answer: ProcessingResponse) -> None:
+        if answer.HasField("request_headers"):
+            times.append(1e3 * (time.process_time() - began[0]))
+
+    return receive, send
+
+
+async def decisions(attach: list[str], kind: str, load: tuple[int, float, float]) -> str:
+    """Drive a picker in this process; return a row of the CPU time of its decisions."""
+    size, _, bar = load
+    workers = [AttachedWorker.parse(text, number) for number, text in enumerate(attach)]
+    serving = PickerServing(
+        EppConfig(listen_port=0, plaintext=True), GatewayConfig(port=0, strict=False),
+        ControlConfig(peer_reads=False), FleetSetup(workers=workers, tokenizer=str(_MODEL)),
+    )  # fmt: skip
+    await serving.start()
+    while len(serving.plane_driver.upstreams) < len(workers):
+        await asyncio.sleep(0.1)
+    source, times = chats(kind, size, seed=size), []
+    path = HeaderMap(headers=[HeaderValue(key=":path", raw_value=b"/v1/chat/completions")])
+    kinds = HeaderMap(headers=[HeaderValue(key="content-type", raw_value=b"text/event-stream")])
+    warm_up = 2 * _SESSIONS
+    for number in range(warm_up + 60):
+        body = next(source)
+        messages = [
+            ProcessingRequest(request_headers=HttpHeaders(headers=path), protocol_config=_CONFIG),
+            *(
+                ProcessingRequest(
+                    request_body=HttpBody(
+                        body=body[start : start + _CHUNK], end_of_stream=start + _CHUNK >= len(body)
+                    )
+                )
+                for start in range(0, len(body), _CHUNK)
+            ),
+            ProcessingRequest(response_headers=HttpHeaders(headers=kinds)),
+            ProcessingRequest(response_body=HttpBody(body=_REPLY, end_of_stream=True)),
+        ]
+        await serving.picker.process(*_timed(messages, times if number >= warm_up else []))
+    await serving.stop()
+    return (
+        f"{kind:9} {size // 1000:4} kB decision CPU p50 {statistics.median(times):6.2f} ms "
+        f"(bar {bar:g})  p90 {sorted(times)[int(0.9 * len(times))]:6.2f} ms"
+    )
+
+
 def cpu_s(process: psutil.Process) -> float:
     """Return the CPU seconds of a process so far."""
     times = process.cpu_times()
@@ -180,6 +243,9 @@ async def run(arguments: argparse.Namespace) -> None:
             await asyncio.sleep(2.0)
             for load in LOADS:
                 for kind in arguments.kinds:
+                    print(await decisions([s.url for s in servers[:-1]], kind, load), flush=True)
+                    if arguments.decisions:
+                        continue
                     for unread in (False, True)[: 1 + arguments.hop]:
                         row = await measure(
                             ports[-1], servers[-1].pid, kind, load, arguments.seconds, unread
@@ -196,6 +262,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each load")
     parser.add_argument("--kinds", nargs="*", default=["sessions", "distinct"])
     parser.add_argument("--hop", action="store_true")
+    parser.add_argument("--decisions", action="store_true", help="measure decisions alone")
     uvloop.run(run(parser.parse_args()))
 
 

@@ -86,9 +86,8 @@ class Picked:
 class EnvoyStream:
     """One HTTP request, as a proxy shows it to its external processor."""
 
-    def __init__(self, call: Any, mode: int, response_mode: int, early: bool) -> None:
+    def __init__(self, call: Any, mode: int, response_mode: int) -> None:
         self.call, self.mode, self.response_mode = call, mode, response_mode
-        self.early = early
         self.first = True
 
     async def send(
@@ -99,7 +98,6 @@ class EnvoyStream:
             request.protocol_config.CopyFrom(
                 ProtocolConfiguration(
                     request_body_mode=self.mode, response_body_mode=self.response_mode,
-                    send_body_without_waiting_for_header_response=self.early,
                 )
             )  # fmt: skip
             self.first = False
@@ -128,7 +126,7 @@ class EnvoyStream:
         head = HttpHeaders(headers=headers_of(sent), end_of_stream=body is None)
         await self.send(request_headers=head, subset=subset)
         picked = Picked()
-        if body is None or (self.mode in (BUFFERED, NONE, STREAMED) and not self.early):
+        if body is None or (self.mode in (BUFFERED, NONE, STREAMED)):
             if self._read(picked, await self.get()):
                 return picked
             if self.mode == NONE or body is None:
@@ -232,11 +230,11 @@ class Picker:
 
     @asynccontextmanager
     async def stream(
-        self, mode: int = DUPLEX, response_mode: int = DUPLEX, *, early: bool = False
+        self, mode: int = DUPLEX, response_mode: int = DUPLEX
     ) -> AsyncIterator[EnvoyStream]:
         """Open a stream as for one HTTP request, and close it in good order."""
         call = ext_proc.ExternalProcessorStub(self.channel).Process()
-        yield EnvoyStream(call, mode, response_mode, early)
+        yield EnvoyStream(call, mode, response_mode)
         await call.done_writing()
         async with asyncio.timeout(10):
             assert await call.read() is grpc.aio.EOF

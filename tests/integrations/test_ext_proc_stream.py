@@ -39,7 +39,7 @@ PICK = EndpointPick("10.0.0.1:8000,10.0.0.2:8000")
 
 
 def head(
-    mode: int | None = None, *, reply: int = DUPLEX, end: bool = False, early: bool = False,
+    mode: int | None = None, *, reply: int = DUPLEX, end: bool = False,
     subset: object = None, **headers: str,
 ) -> ProcessingRequest:  # fmt: skip
     values = [
@@ -51,7 +51,6 @@ def head(
         message.protocol_config.CopyFrom(
             ProtocolConfiguration(
                 request_body_mode=mode, response_body_mode=reply,
-                send_body_without_waiting_for_header_response=early,
             )
         )  # fmt: skip
     if subset is not None:
@@ -171,17 +170,10 @@ def test_a_body_that_waits_for_the_headers_is_not_read(mode: int) -> None:
         assert not responses[0].request_body.response.HasField("body_mutation")
 
 
-def test_a_streamed_body_that_does_not_wait_is_read_and_each_chunk_answered() -> None:
-    stream = ExtProcStream(100)
-    messages = [head(STREAMED, early=True), body(b"ab", end=False), body(b"c")]
-    assert asked(stream, *messages).body == b"abc"
-    assert kinds(stream.picked(PICK)) == ["request_headers", "request_body", "request_body"]
-
-
-@pytest.mark.parametrize("mode", [DUPLEX, BUFFERED, STREAMED])
+@pytest.mark.parametrize("mode", [DUPLEX, BUFFERED])
 def test_a_changed_body_replaces_all_of_it_with_its_length(mode: int) -> None:
     stream = ExtProcStream(100)
-    stream.take(head(mode, early=mode == STREAMED))
+    stream.take(head(mode))
     if mode != BUFFERED:
         stream.take(body(b"ab", end=False))
     stream.take(body(b"c"))
@@ -195,8 +187,6 @@ def test_a_changed_body_replaces_all_of_it_with_its_length(mode: int) -> None:
         values = {o.header.key: o.header.raw_value for o in common.header_mutation.set_headers}
         assert values.get("content-length", b"5") == b"5"
     assert sent == b"other"
-    if mode == STREAMED:
-        assert responses[-1].request_body.response.body_mutation.clear_body
 
 
 def test_a_body_beyond_the_limit_is_answered_413_and_nothing_follows() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import typer
@@ -20,9 +20,6 @@ from pigou.gateway.config import GatewayConfig
 from pigou.integrations.epp_config import EppConfig
 from pigou.logs import LogConfig
 from pigou.registry import uncollected
-
-if TYPE_CHECKING:
-    from pigou.integrations.epp_server import PickerServing
 
 _STATUS = "Status pages"
 _WORKERS = Override("attach registry tokenizer model_pool model_alias fleet_secret_file")
@@ -91,7 +88,11 @@ def epp(
 
             def ready() -> None:
                 progress.close()
-                freeze(_banner(serving, picker, pages))
+                freeze(
+                    f"Pigou picks endpoints at {picker.listen_host}:{serving.epp_port} (ext_proc, "
+                    f"{'plaintext' if picker.plaintext else 'TLS'}), and shows them at "
+                    f"http://{pages.host}:{serving.port}/\nCtrl-C ends it."
+                )
 
             with progress:
                 await serving.run(ready)
@@ -101,15 +102,3 @@ def epp(
     except (FleetError, OSError) as error:
         typer.echo(f"pigou epp: {error}", err=True)
         raise typer.Exit(1) from None
-
-
-def _banner(serving: PickerServing, picker: EppConfig, pages: GatewayConfig) -> str:
-    rows = [f"  {row.id:<12} {row.state:<8} {row.role:<8} {row.url}"
-            for row in serving.supervisor.rows()]  # fmt: skip
-    how = "plaintext" if picker.plaintext else "TLS"
-    return "\n".join([
-        f"Pigou picks endpoints at {picker.listen_host}:{serving.epp_port} (ext_proc, {how}), and "
-        f"shows them at http://{pages.host}:{serving.port}/",
-        *rows,
-        "Ctrl-C ends it.",
-    ])  # fmt: skip

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from pigou.config import ConfigError
 from pigou.control.messages import Choice, Route, Shed
@@ -59,8 +59,8 @@ from pigou.wire.request_validation import REQUEST_ID_HEADER
 from pigou.wire.request_validation import request_id as wire_id
 
 _log = logging.getLogger("pigou.epp")
-Receive: TypeAlias = Callable[[], Awaitable[ProcessingRequest | None]]
-Send: TypeAlias = Callable[[ProcessingResponse], Awaitable[None]]
+Receive: TypeAlias = Callable[[], Awaitable[pb.ProcessingRequest | None]]
+Send: TypeAlias = Callable[[pb.ProcessingResponse], Awaitable[None]]
 #: Headers of requests: the inference extension's name first, then llm-d's.
 OBJECTIVE = ("x-gateway-inference-objective", "x-llm-d-inference-objective")
 FAIRNESS = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id")
@@ -72,6 +72,7 @@ _KEYED = ("/v1/completions", "/v1/chat/completions", "/v1/models")
 PREFILLER = "x-prefiller-host-port"
 #: Asks for the decision's prices in a response header of the same name.
 PRICES, _MAX_PRICED = "x-pigou-prices", 8
+_PRICED = ("chosen", "cached_tokens", "cost", "price_seconds", "toll_seconds", "parts")
 #: Output tokens booked for an opaque request, and bytes that make a token of its prompt.
 _OPAQUE_TOKENS, _BYTES_PER_TOKEN = 16, 4
 
@@ -292,32 +293,25 @@ class EndpointPicker:
         if request.head is None or stream.reply_mode != ProcessingMode.NONE:
             raise ConnectionResetError("the proxy closed the stream before the reply's end")
         if not self._warned:
-            self._warned = True
-            _log.warning(
-                "the proxy sends no response bodies, so replies end for the router with their "
-                "head; set response_body_mode: FULL_DUPLEX_STREAMED"
-            )
+            _log.warning("replies end here with their head: set response_body_mode of the proxy")
+        self._warned = True
         return request.finish()
 
 
 def prices(why: Explanation, endpoints: Mapping[str, str]) -> str:
     """Return a decision's reason and its cheapest candidates' prices as ASCII JSON."""
-    whole = summary(why)
+    decision = summary(why)
     rows = sorted(candidates(why), key=lambda row: (not row["chosen"], row["cost"] or 0.0))
-    reason = f"{whole['cached_tokens']} of {whole['prompt_tokens']} tokens cached"
-    costs = [row["cost"] for row in rows if row["cost"] is not None]
-    if len(costs) > 1:
-        reason += f"; {min(costs[1:]) - costs[0]:.6f} below the next of {len(rows)}"
-    shown = ("chosen", "cached_tokens", "cost", "price_seconds", "toll_seconds", "parts")
-    document = {name: whole[name] for name in ("id", "policy", "regime")} | {
-        "reason": reason,
-        "candidates": [
-            {name: endpoints.get(row[leg] or "", "")
-             for name, leg in (("endpoint", "decode"), ("prefiller", "prefill"))}
-            | {name: row[name] for name in shown}
-            for row in rows[:_MAX_PRICED]
-        ],
-    }  # fmt: skip
+    document: dict[str, Any] = {name: decision[name] for name in ("id", "policy", "regime")}
+    document["reason"] = (
+        f"{decision['cached_tokens']} of {decision['prompt_tokens']} tokens cached, "
+        f"{decision['regret_seconds']} s above the least price of {len(rows)} candidates"
+    )
+    document["candidates"] = [
+        {"endpoint": endpoints.get(row["decode"]), "prefiller": endpoints.get(row["prefill"] or "")}
+        | {name: row[name] for name in _PRICED}
+        for row in rows[:_MAX_PRICED]
+    ]
     return msgspec.json.encode(document).decode("ascii", "replace")
 
 
@@ -371,6 +365,6 @@ async def _address(url: str) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-async def _send_all(send: Send, responses: list[ProcessingResponse]) -> None:
+async def _send_all(send: Send, responses: list[pb.ProcessingResponse]) -> None:
     for response in responses:
         await send(response)

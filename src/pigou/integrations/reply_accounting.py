@@ -39,13 +39,14 @@ class PickedRequest:
             run.metered.relays.append(self._tokens)
         self.driver.watch(run.parsed.id, self._tokens)
 
-    def route(self, choice: Choice, upstream: Upstream | None) -> None:
-        """Set the workers that serve it."""
+    def route(self, choice: Choice | None, upstream: Upstream | None) -> None:
+        """Set the workers that serve it, and count it at the one that decodes."""
         self.run.choice = choice
-        self._leave()
-        self._upstream = upstream
+        if self._upstream is not None:
+            self._upstream.inflight -= 1
         if upstream is not None:
             upstream.inflight += 1
+        self._upstream = upstream
 
     def began(self, head: ResponseStart, served: str, endpoints: Mapping[str, str]) -> None:
         """Note the reply's head, and the endpoint that the proxy says served it."""
@@ -107,13 +108,8 @@ class PickedRequest:
         """Release all that it takes."""
         if self._moving is not None:
             self._moving.cancel()
-        self._leave()
+        self.route(self.run.choice, None)
         self.driver.end(self.run.parsed.id, self._finish)
-
-    def _leave(self) -> None:
-        if self._upstream is not None:
-            self._upstream.inflight -= 1
-            self._upstream = None
 
     def _meter_prompt(self) -> None:
         run, choice = self.run, self.run.choice
