@@ -155,7 +155,8 @@ async def decisions(attach: list[str], kind: str, load: tuple[int, float, float]
     await serving.start()
     while len(serving.plane_driver.upstreams) < len(workers):
         await asyncio.sleep(0.1)
-    source, times = chats(kind, size, seed=size), []
+    source = chats(kind, size, seed=size)
+    times: list[float] = []
     path = HeaderMap(headers=[HeaderValue(key=":path", raw_value=b"/v1/chat/completions")])
     kinds = HeaderMap(headers=[HeaderValue(key="content-type", raw_value=b"text/event-stream")])
     warm_up = 2 * _SESSIONS
