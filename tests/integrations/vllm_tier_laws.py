@@ -398,6 +398,14 @@ def engine_law_another_salt_misses_in_the_store(folder: Path) -> None:
     engine.manager.shutdown()
 
 
+def engine_law_vllm_still_has_what_we_read_of_its_private_state(folder: Path) -> None:
+    from vllm.v1.kv_offload.base import ReqContext
+
+    context = ReqContext(str(folder))
+    context.set_offload_key_position(keys(1)[0], TOKENS)
+    assert context._offload_key_positions == {keys(1)[0]: TOKENS}
+
+
 LAWS = [law for name, law in list(globals().items()) if name.startswith("law_")]
 ENGINE_LAWS = [law for name, law in list(globals().items()) if name.startswith("engine_law_")]
 

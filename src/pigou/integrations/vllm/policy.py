@@ -26,8 +26,7 @@ SEAM = "vllm 0.32"  # engine version that this was written against
 log = logging.getLogger("vllm.pigou")
 _EXPIRED = f"tenure1:{0:064}:1"  # salt of an expired tenure
 GROUP_BYTES = 4  # size of the KV cache group at a key's end
-#: Maximum of absent chunks whose uses are remembered, and the same as a multiple of the capacity.
-_MAX_ABSENT, _ABSENT = 262_144, 16
+_MAX_ABSENT, _ABSENT = 262_144, 16  # absent chunks remembered; the same per chunk of capacity
 
 
 def salt_of(context: ReqContext) -> tuple[str, int]:

@@ -33,7 +33,7 @@ from pigou.runtime.stores.store import Bools
 
 log = logging.getLogger("vllm.pigou")
 _PREFIX = "vllm:kv_offload_pigou_"
-#: Gauges by tier, figures of `PageStore.stats`, and the seconds between two readings.
+#: Gauges by tier, figures of `PageStore.stats`, and the seconds between readings.
 _GAUGES = {
     "pages": "Chunks held in a tier of Pigou's store.",
     "used_bytes": "Bytes held in a tier of Pigou's store.",
@@ -86,8 +86,8 @@ class PigouTier(SecondaryTierManager):
         config = offloading_spec.config
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
         self._span = config.groups[0].tokens_per_block * config.cache.blocks_per_chunk
-        replica, tiers = config.parallel.data_parallel_index, params.tiers
-        if replica:  # a folder has one owner
+        tiers = params.tiers
+        if replica := config.parallel.data_parallel_index:  # a folder has one owner
             tiers = [uri_below(tier, f"dp{replica}") for tier in tiers]
         self.store = PageStore(
             tiers, _layout(config, params.release), self._block_size_bytes,
@@ -126,25 +126,20 @@ class PigouTier(SecondaryTierManager):
         return base.LookupResult.MISS
 
     def _judge(self, key: OffloadKey, context: ReqContext, verdicts: _Verdicts) -> None:
-        pages = self._prompt(context, [key])
-        after = pages[[page.key for page in pages].index(key) :]
-        run = list(takewhile(lambda page: page.key not in verdicts, after))
-        best = self.store.worth_reading(run)
-        verdicts[key] = False
-        verdicts.update((OffloadKey(page.key), True) for page in run[:best])
-        if not best and self.store.held(run[:1]):
-            self._counts["not_worth_reading"] += 1
+        salt, verdicts[key] = salt_of(context)[0], False
+        if self.store.held([Page(key, None, 0, salt)]):
+            pages = self._prompt(_positions(context, [key]), salt)
+            first = [page.key for page in pages].index(key)
+            rest = takewhile(lambda page: page.key not in verdicts, pages[first + 1 :])
+            run = [pages[first], *rest]
+            best = self.store.worth_reading(run)
+            verdicts.update((OffloadKey(page.key), True) for page in run[:best])
+            self._counts["not_worth_reading"] += not best
 
-    def _prompt(self, context: ReqContext, keys: Sequence[OffloadKey]) -> list[Page]:
-        """Return the pages of a request's prompt, first to last by KV cache group.
-
-        Only vLLM's private attribute has all; without it, those of `keys` are known.
-        """
-        known = {*getattr(context, "_offload_key_positions", ()), *keys}
-        positions = {key: context.get_offload_key_position(key) or 0 for key in known}
-        salt, _ = salt_of(context)
+    def _prompt(self, positions: dict[OffloadKey, int], salt: str) -> list[Page]:
+        """Return the pages of a prompt, first to last by KV cache group."""
         pages: list[Page] = []
-        for key in sorted(known, key=lambda key: (key[-GROUP_BYTES:], positions[key])):
+        for key in sorted(positions, key=lambda key: (key[-GROUP_BYTES:], positions[key])):
             last = pages[-1].key if pages else b""
             parent = last if last[-GROUP_BYTES:] == key[-GROUP_BYTES:] else None
             pages.append(Page(key, parent, max(0, positions[key] // self._span - 1), salt))
@@ -170,17 +165,18 @@ class PigouTier(SecondaryTierManager):
     ) -> None:  # fmt: skip
         keys: list[OffloadKey] = list(job.keys)
         rows = dict(zip(keys, np.asarray(job.chunk_ids).tolist(), strict=True))
-        pages = [page for page in self._prompt(job.req_context, keys) if page.key in rows]
-        slots = np.array([rows[OffloadKey(page.key)] for page in pages], dtype=np.int32)
+        positions, (salt, _) = _positions(job.req_context, keys), salt_of(job.req_context)
 
         def run() -> None:
             begin = time.monotonic()
             good: list[bytes] = []
             try:
+                pages = [page for page in self._prompt(positions, salt) if page.key in rows]
+                slots = np.array([rows[OffloadKey(page.key)] for page in pages], dtype=np.int32)
                 moved = move(pages, self._rows, slots).tolist()
                 good = [page.key for page, done in zip(pages, moved, strict=True) if done]
             except Exception:
-                log.exception("PigouTier: %d chunks were not moved", len(pages))
+                log.exception("PigouTier: %d chunks were not moved", len(keys))
             whole = len(good) == len(keys) if job.is_promotion else bool(good)
             took, size = time.monotonic() - begin, len(good) * self._block_size_bytes
             self._finished.put(JobResult(job.job_id, whole, good or None, took, size))
@@ -243,9 +239,14 @@ def _verdicts(context: ReqContext) -> _Verdicts:
     return verdicts
 
 
+def _positions(context: ReqContext, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
+    """Return positions of a request's chunks: all by vLLM's private attribute, else of `keys`."""
+    known = dict(getattr(context, "_offload_key_positions", {}))
+    return known | {key: context.get_offload_key_position(key) or 0 for key in keys}
+
+
 def _layout(config: Any, release: str) -> str:
     """Return all that decides the bytes of a chunk."""
-    p = config.parallel
-    ranks = p.tp_size, p.pp_size, p.pcp_size, p.dcp_size
+    ranks = [getattr(config.parallel, f"{kind}_size") for kind in ("tp", "pp", "pcp", "dcp")]
     kinds = config.replicated_layout, config.canonical_layout, config.kv_cache_layout
     return repr((config.model, config.cache, config.groups, ranks, kinds, release))
