@@ -38,6 +38,7 @@ class SglangStub(Stub):
     rooms: dict[int, Room] = field(default_factory=dict)
     meeting_s: float = 2.0
     events: dict[str, Any] | None = None
+    adapters: tuple[str, ...] = ()
 
     async def _tell(self, request: web.Request) -> web.Response:
         if request.path == "/server_info":
@@ -50,7 +51,9 @@ class SglangStub(Stub):
         if request.path == "/v1/models":
             card = {"id": self.model, "object": "model", "owned_by": "sglang", "root": self.model,
                     "parent": None, "max_model_len": 2048}  # fmt: skip
-            return web.json_response({"object": "list", "data": [card]})
+            adapters = [card | {"id": name, "root": f"/{name}", "parent": self.model}
+                        for name in self.adapters]  # fmt: skip
+            return web.json_response({"object": "list", "data": [card, *adapters]})
         if request.path == "/metrics":
             labels = '{engine_type="unified",model_name="stub",tp_rank="0"}'
             return web.Response(

@@ -198,6 +198,17 @@ async def test_a_client_that_wants_ids_of_a_chat_stream_is_told_that_there_are_n
         assert "return_token_ids" in str(body)
 
 
+@pytest.mark.parametrize("chat", [False, True])
+async def test_a_request_for_an_adapter_names_it_where_the_server_reads_it(chat: bool) -> None:
+    """By `model` alone SGLang serves the base model, without a word."""
+    stub = SglangStub("a", adapters=("tuned",))
+    async with attached(stub) as (_, client):
+        await said(client, chat=chat, stream=False, model="tuned")
+        await said(client, chat=chat, stream=False, model="stub")
+    assert [seen.body.get("lora_path") for seen in stub.seen] == ["tuned", None]
+    assert stub.seen[0].body["model"] == "tuned"
+
+
 async def test_ids_of_a_completion_are_passed_on() -> None:
     async with attached(SglangStub("a"), Stub("b", stock=True)) as (_, client):
         chunks = await client.reply(max_tokens=4, ignore_eos=None, return_token_ids=True)

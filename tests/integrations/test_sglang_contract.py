@@ -119,12 +119,9 @@ def test_the_zero_copy_interface_is_that_of_interface_v1() -> None:
 
 def test_requests_have_the_fields_that_the_gateway_sends() -> None:
     legs = set(sglang_stub.BOOTSTRAP)
-    assert legs | {"return_token_ids", "cache_salt", "stream"} <= fields(
-        PROTOCOL, "CompletionRequest"
-    )
-    assert legs | {"return_token_ids", "cache_salt", "stream"} <= fields(
-        PROTOCOL, "ChatCompletionRequest"
-    )
+    sent = legs | {"return_token_ids", "cache_salt", "stream", "lora_path"}
+    for name in ("CompletionRequest", "ChatCompletionRequest"):
+        assert sent <= fields(PROTOCOL, name)
     assert "return_token_ids is not supported with streaming" in text(CHAT)
     assert {"token_ids", "prompt_token_ids"} <= fields(PROTOCOL, "CompletionResponseStreamChoice")
     assert 'owned_by: str = "sglang"' in text(PROTOCOL)

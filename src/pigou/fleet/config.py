@@ -209,7 +209,7 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     attach: Annotated[
         tuple[str, ...],
         option(
-            "Running server to use: URL[,role=prefill|decode|both][,events=tcp://..]"
+            "Running server to use: URL[,role=prefill|decode|both][,events=tcp://..|poll]"
             "[,replay=tcp://..][,topic=T][,load=tcp://..][,key=K][,pin=ID][,host=H][,rack=R]"
             "[,zone=Z]. "
             "Repeatable.",

@@ -128,6 +128,8 @@ class Engine:
 
     def addressed(self, body: Body, name: str | None) -> Body:
         """Return a body for `name`, or for the engine's own name if not listed."""
+        if self.family == "sglang" and name in self.served.adapters:
+            return {**body, "lora_path": name}  # by `model` alone it would serve the base model
         if name is None or self.serves(name):
             return body
         return {**body, "model": self.model}
