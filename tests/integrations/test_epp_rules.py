@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +32,7 @@ from tests.integrations.fake_envoy import (
 )
 
 from pigou.config import ConfigError, ControlConfig
+from pigou.integrations.endpoint_pools import open_pool
 from pigou.integrations.epp_config import EppConfig, certificate
 from pigou.request import SECOND, Role
 from pigou.wire.fleet_secret import FleetSecret
@@ -488,6 +490,30 @@ class ListedLater:
     async def follow(self, apply: Any) -> None:
         apply([])
         await asyncio.Event().wait()
+
+
+def test_an_endpoint_of_another_model_is_left_out_and_the_others_are_served(tmp_path: Path) -> None:
+    stubs = [Stub("a", stock=True), Stub("b", stock=True), Stub("c", stock=True, model="other")]
+
+    async def main() -> None:
+        runners = [await stub.start() for stub in stubs]
+        path = tmp_path / "pool.json"
+        dead = {"url": "http://127.0.0.1:1"}
+        entries = [dead, *({"url": stub.url} for stub in stubs)]
+        path.write_text(json.dumps({"endpoints": entries}))
+        began = time.monotonic()
+        async with picker_of(pool=open_pool(str(path))) as picker:
+            assert time.monotonic() - began < 10, "it does not wait for the dead one"
+            rows = {row.url: row for row in picker.serving.supervisor.rows()}
+            await until(lambda: [rows[stub.url].state for stub in stubs[:2]] == ["up", "up"])
+            assert "different models" in rows[stubs[2].url].last_end
+            path.write_text(json.dumps({"endpoints": entries[2:]}))
+            await until(lambda: list(picker.serving.plane_driver.upstreams)
+                        == [f"127.0.0.1:{stubs[1].port}"])  # fmt: skip
+        for runner in runners:
+            await runner.cleanup()
+
+    asyncio.run(main())
 
 
 def test_before_its_pool_is_known_a_picker_lives_but_is_not_ready() -> None:

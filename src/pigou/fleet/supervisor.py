@@ -136,12 +136,16 @@ class Supervisor:
         ]
         if local:
             await asyncio.wait(local, return_when=asyncio.ALL_COMPLETED)
-        if ready_tasks:
-            await asyncio.wait(ready_tasks, timeout=_ATTACH_S)
+        given = [task for task, member in ready_tasks.items() if not member.may_fail]
+        if given:
+            await asyncio.wait(given, timeout=_ATTACH_S)
+        elif ready_tasks:  # members of a pool: one of them is enough
+            first = asyncio.FIRST_COMPLETED
+            await asyncio.wait(ready_tasks, timeout=_ATTACH_S, return_when=first)
         for task in ready_tasks:
             task.cancel()
         for member in members:
-            if member.failed:
+            if member.failed and not member.may_fail:
                 raise FleetError(member.failed)
         await self._discovered()
 
