@@ -31,6 +31,7 @@ from tests.integrations.fake_envoy import (
     usage,
 )
 
+from pigou.cli import main
 from pigou.config import ConfigError, ControlConfig
 from pigou.integrations.endpoint_pools import open_pool
 from pigou.integrations.epp_config import EppConfig, certificate
@@ -609,3 +610,22 @@ def test_two_replicas_share_load_state() -> None:
                 await until(lambda: int(state.columns.decode_requests.sum()) == 0)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        ([], "give --pool, --attach or --registry"),
+        (["--attach", "nowhere"], "is no base URL"),
+        (["--attach", "http://h:1", "--tls-key", "k"], "--tls-cert and --tls-key belong together"),
+        (["--attach", "http://h:1", "--peers", "nats://h:1"], "--fleet-secret-file"),
+        (["--attach", "http://h:1", "--objectives", "a=x"], "--objectives"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_do_with_a_remedy(
+    arguments: list[str], remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["epp", "--port", "0", "--status-port", "0", *arguments])
+    assert ended.value.code == 2
+    assert remedy in capsys.readouterr().err

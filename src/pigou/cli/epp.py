@@ -88,11 +88,17 @@ def epp(
 
             def ready() -> None:
                 progress.close()
-                freeze(
-                    f"Pigou picks endpoints at {picker.listen_host}:{serving.epp_port} (ext_proc, "
-                    f"{'plaintext' if picker.plaintext else 'TLS'}), and shows them at "
-                    f"http://{pages.host}:{serving.port}/\nCtrl-C ends it."
+                how = "plaintext" if picker.plaintext else "TLS"
+                lines = [
+                    f"  {row.id:<16} {row.state:<8} {row.role:<8} {row.url}"
+                    for row in serving.supervisor.rows()
+                ]
+                lines.insert(
+                    0,
+                    f"Pigou picks endpoints at {picker.listen_host}:{serving.epp_port}"
+                    f" (ext_proc, {how}), and shows them at http://{pages.host}:{serving.port}/",
                 )
+                freeze("\n".join([*lines, "Ctrl-C ends it."]))
 
             with progress:
                 await serving.run(ready)

@@ -31,11 +31,11 @@ from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.proxy.overflow import with_fields
 from pigou.gateway.proxy.reply_parsing import ABSENT, given
 from pigou.gateway.proxy.upstream import Upstream
-from pigou.gateway.request import Body, BodyFields, GatewayRun, ParsedRequest
+from pigou.gateway.request import GatewayRun, ParsedRequest
 from pigou.gateway.request_parsing import (
+    NO_SCOPE,
     NOTHING,
     ROUTING_HEADER,
-    ServerScope,
     overrides_refused,
     read,
     read_overrides,
@@ -50,7 +50,6 @@ from pigou.integrations.ext_proc_stream import (
     ResponseStart,
 )
 from pigou.integrations.reply_accounting import PickedRequest
-from pigou.kv.tenure import Tenure
 from pigou.request import SECOND
 from pigou.wire.errors import DECODING_ERRORS, APIError
 from pigou.wire.fleet_secret import TENANT
@@ -75,16 +74,6 @@ PRICES, _MAX_PRICED = "x-pigou-prices", 8
 _PRICED = ("chosen", "cached_tokens", "cost", "price_seconds", "toll_seconds", "parts")
 #: Output tokens booked for an opaque request, and bytes that make a token of its prompt.
 _OPAQUE_TOKENS, _BYTES_PER_TOKEN = 16, 4
-
-
-class _AsSent(ServerScope):
-    """Scope of a request whose body keeps its own `cache_salt`."""
-
-    def extend(self, tenure: Tenure, fields: BodyFields, body: Body, *, chat: bool) -> Tenure:  # noqa: ARG002
-        return NOTHING
-
-
-_AS_SENT: ServerScope = _AsSent()
 
 
 class _BodyKind(msgspec.Struct):
@@ -167,7 +156,7 @@ class EndpointPicker:
         model, sent = routing.of_body(data)
         if sent and sent != original:
             changes["model"] = sent
-        tenure, scope = NOTHING, _AS_SENT
+        tenure, scope = NOTHING, NO_SCOPE
         isolated = tenant if self._config.isolate_tenants else ""
         if isolated or any(name.startswith("x-pigou-tenure") for name in headers):
             tenure = OPEN_POLICY.apply(isolated, read_tenure_headers(headers), time.time_ns())
@@ -194,7 +183,7 @@ class EndpointPicker:
             priority = -int(self._config.objectives.get(objective, 0))
         if limit_ms.isdecimal() and model.plane_driver.heeds_deadlines:
             deadline_ms = int(limit_ms)
-        salt = parsed.salt or parsed.fields.cache_salt or ""
+        salt = parsed.fields.cache_salt or "" if tenure is NOTHING else parsed.salt
         parsed = replace(
             parsed, tenant=tenant, priority=priority, deadline_ms=deadline_ms, salt=salt
         )
