@@ -77,7 +77,9 @@ def test_iterations_are_read_as_load_and_progress() -> None:
     assert later is not None
     assert later.mark != before.mark
     assert vllm_names(b"[]") == b"[]"
-    assert vllm_names(b"[{broken") == b""
+    for broken in (b"[{broken", b'[{"iter": 1}]', b'[{"numActiveRequests": "x"}]',
+                   b'[{"numActiveRequests": 1, "kvCacheStats": [1]}]', b"[{}, 3]"):  # fmt: skip
+        assert vllm_names(broken) == b"", broken
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -26,22 +26,6 @@ _RENAMED = {
 _DIGITS = 10
 
 
-class _CacheStats(msgspec.Struct, rename="camel"):
-    used_num_blocks: int = 0
-    max_num_blocks: int = 0
-    tokens_per_block: int = 0
-
-
-class _Iteration(msgspec.Struct, rename="camel"):
-    num_active_requests: int
-    num_queued_requests: int = 0
-    iter: int = 0
-    kv_cache_stats: _CacheStats | None = None
-
-
-_iterations = msgspec.json.Decoder(list[_Iteration])
-
-
 def vllm_names(page: bytes) -> bytes:
     """Return a page of SGLang, or of TensorRT-LLM's iterations, as a page of vLLM; others as is."""
     if b"sglang:" in page:
@@ -49,18 +33,20 @@ def vllm_names(page: bytes) -> bytes:
     if not page.startswith(b"[{"):
         return page
     try:
-        last = _iterations.decode(page)[-1]
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        last = msgspec.json.decode(page)[-1]
+        cache = last.get("kvCacheStats") or {}
+        blocks, used = cache.get("maxNumBlocks", 0), cache.get("usedNumBlocks", 0)
+        return (
+            b"%s %d\n%s %d\n%s %f\nvllm:iterations_total %d\n"
+            b'%s{block_size="%d",num_gpu_blocks="%d"} 1\n'
+        ) % (
+            RUNNING, last["numActiveRequests"], WAITING, last.get("numQueuedRequests", 0),
+            USAGE, used / max(1, blocks), last.get("iter", 0),
+            _CACHE_CONFIG, cache.get("tokensPerBlock", 0), blocks,
+        )  # fmt: skip
+    except (msgspec.MsgspecError, ValueError, LookupError, TypeError, AttributeError,
+            ArithmeticError, RecursionError):  # fmt: skip
         return b""
-    cache = last.kv_cache_stats or _CacheStats()
-    return (
-        b"%s %d\n%s %d\n%s %f\nvllm:iterations_total %d\n"
-        b'%s{block_size="%d",num_gpu_blocks="%d"} 1\n'
-    ) % (
-        RUNNING, last.num_active_requests, WAITING, last.num_queued_requests,
-        USAGE, cache.used_num_blocks / max(1, cache.max_num_blocks), last.iter,
-        _CACHE_CONFIG, cache.tokens_per_block, cache.max_num_blocks,
-    )  # fmt: skip
 
 
 def lines(page: bytes, names: tuple[bytes, ...], max_bytes: int = _MAX_PAGE_BYTES) -> list[bytes]:
