@@ -156,6 +156,15 @@ async def test_an_encrypted_load_is_read_with_the_secret_alone(
     assert not plain
 
 
+async def test_an_address_where_nobody_pushes_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pigou.fleet.kv_event_subscriber._UNMET_S", 0.05)
+    async with read(EventSource(address())):
+        await asyncio.sleep(0.3)
+    assert "PIGOU_LOAD" in caplog.text
+
+
 @pytest.mark.parametrize("load", ["http://h:1", "tcp:/h", "", "curve+http://h:1"])
 def test_an_address_that_is_none_is_refused(load: str) -> None:
     with pytest.raises(ConfigError, match="load is"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,13 @@ _EVENTS = "/kv_cache_events"
 _POLL_S, _POLL_PAUSE_S, _POLL_TIMEOUT_S = 0.05, 1.0, 10.0
 #: Seconds after which a publisher that nobody has met is reported.
 _UNMET_S = 10.0
+_NO_EVENTS = (
+    "nobody publishes KV events at %s, so what is cached there is not seen; vLLM binds endpoints "
+    "such as tcp://*:5557, and connects to all others"
+)
+_NO_LOAD = (
+    "nobody pushes a load at %s, so /metrics is polled; give that server PIGOU_LOAD=tcp://*:PORT"
+)
 
 Apply = Callable[[tuple[WireEvent, ...]], None]
 Lose = Callable[[], None]
@@ -83,41 +91,12 @@ class EventSubscriber:
 
     async def run(self) -> None:
         """Subscribe until cancelled."""
+        sizes = {zmq.RCVHWM: _HIGH_WATER, zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES}
         with zmq.asyncio.Context() as context:
-            socket = context.socket(zmq.SUB)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
-            socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-            self._secure(socket)
-            socket.setsockopt_string(zmq.SUBSCRIBE, self._source.topic)
-            # Watched before it connects: a handshake that nobody watches is not told of later.
-            monitor = socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED)
-            meeting = asyncio.create_task(self._meet(monitor))
-            socket.connect(self._source.endpoint)
-            try:
+            async with _subscribed(context, self._source, sizes, _NO_EVENTS) as socket:
                 await self._catch_up(context, None)
                 while True:
                     await self._take(context, await socket.recv_multipart())
-            finally:
-                await cancel(meeting)
-                socket.disable_monitor()
-                socket.close(0)
-
-    def _secure(self, socket: zmq.asyncio.Socket) -> None:
-        if self._source.secret is not None:
-            secure_client(socket, self._source.secret)
-
-    async def _meet(self, monitor: zmq.asyncio.Socket) -> None:
-        """Report it when nobody publishes there: a subscriber by itself would wait in silence."""
-        try:
-            async with asyncio.timeout(_UNMET_S):
-                await monitor.recv_multipart()
-        except TimeoutError:
-            _log.warning(
-                "nobody publishes KV events at %s, so what is cached there is not seen; "
-                "vLLM binds endpoints such as tcp://*:5557, and connects to all others",
-                self._source.endpoint,
-            )
 
     async def _take(self, context: zmq.asyncio.Context, frames: list[bytes]) -> None:
         try:
@@ -190,7 +169,8 @@ class EventSubscriber:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-        self._secure(socket)
+        if self._source.secret is not None:
+            secure_client(socket, self._source.secret)
         batches: list[tuple[int, bytes]] = []
         try:
             socket.connect(self._source.replay)
@@ -252,21 +232,47 @@ class EventPoller:
 
 async def read_pushed_load(source: EventSource, take: Callable[[bytes], None]) -> None:
     """Take the newest load that a worker pushed, at most 100 in a second, until cancelled."""
+    sizes = {zmq.CONFLATE: 1, zmq.MAXMSGSIZE: _MAX_LOAD_BYTES}  # older ones are dropped unread
     with zmq.asyncio.Context() as context:
-        socket = context.socket(zmq.SUB)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.CONFLATE, 1)  # older ones are dropped unread
-        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_LOAD_BYTES)
-        if source.secret is not None:
-            secure_client(socket, source.secret)
-        socket.setsockopt_string(zmq.SUBSCRIBE, source.topic)
-        socket.connect(source.endpoint)
-        try:
+        async with _subscribed(context, source, sizes, _NO_LOAD) as socket:
             while True:
                 take(await socket.recv())
                 await asyncio.sleep(_LOAD_PAUSE_S)
-        finally:
-            socket.close(0)
+
+
+@asynccontextmanager
+async def _subscribed(
+    context: zmq.asyncio.Context,
+    source: EventSource,
+    sizes: dict[zmq.SocketOption, int],
+    unmet: str,
+) -> AsyncIterator[zmq.asyncio.Socket]:
+    """Subscribe to a publisher (context); one that nobody meets is reported by `unmet`."""
+    socket = context.socket(zmq.SUB)
+    for option, value in {zmq.LINGER: 0, **sizes}.items():
+        socket.setsockopt(option, value)
+    if source.secret is not None:
+        secure_client(socket, source.secret)
+    socket.setsockopt_string(zmq.SUBSCRIBE, source.topic)
+    # Watched before it connects: a handshake that nobody watches is not told of later.
+    monitor = socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED)
+    meeting = asyncio.create_task(_meet(monitor, source.endpoint, unmet))
+    socket.connect(source.endpoint)
+    try:
+        yield socket
+    finally:
+        await cancel(meeting)
+        socket.disable_monitor()
+        socket.close(0)
+
+
+async def _meet(monitor: zmq.asyncio.Socket, endpoint: str, unmet: str) -> None:
+    """Report it when nobody publishes there: a subscriber by itself would wait in silence."""
+    try:
+        async with asyncio.timeout(_UNMET_S):
+            await monitor.recv_multipart()
+    except TimeoutError:
+        _log.warning(unmet, endpoint)
 
 
 async def _rest(spent_s: float) -> None:
