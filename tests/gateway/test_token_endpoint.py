@@ -24,7 +24,8 @@ USER = {"role": "user", "content": TEXT}
 PROMPTS: list[tuple[str, dict[str, Any]]] = [
     (COMPLETION, {"prompt": TEXT}),
     (COMPLETION, {"prompt": [5 + i for i in range(90)]}),
-    (CHAT, {"messages": [{"role": "system", "content": "Be brief."}, USER]}),
+    (CHAT, {"messages": [{"role": "system", "content": "Be brief."}, USER],
+            "logprobs": False, "top_logprobs": 0}),
     (CHAT, {"messages": [USER, {"role": "assistant", "content": "They"}],
             "add_generation_prompt": False, "continue_final_message": True}),
 ]  # fmt: skip
@@ -33,7 +34,7 @@ FEATURES: list[dict[str, Any]] = [
     {"stop": ["e", " t", "the "]}, {"stop": "a", "include_stop_str_in_output": True},
     {"stop": ["qqq", "zzzzzzzz"]}, {"stop_token_ids": list(range(0, 2000, 7))},
     {"stop_token_ids": list(range(0, 2000, 7)), "include_stop_str_in_output": True},
-    {"temperature": 0.7, "seed": 3, "top_k": 5, "user": "u", "n": 1, "logprobs": False,
+    {"temperature": 0.7, "seed": 3, "top_k": 5, "user": "u", "n": 1,
      "response_format": {"type": "text"}, "echo": False, "cache_salt": "mine", "priority": 0},
 ]  # fmt: skip
 
@@ -80,6 +81,7 @@ AS_TEXT: list[tuple[str, str, dict[str, Any]]] = [
     ("tools", CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
     ("log-probabilities", CHAT, {"logprobs": True, "top_logprobs": 2}),
     ("log-probabilities", COMPLETION, {"logprobs": 1}),
+    ("log-probabilities", COMPLETION, {"logprobs": False}),
     ("prompt log-probabilities", COMPLETION, {"prompt_logprobs": 1}),
     ("structured output", CHAT, {"response_format": {"type": "json_object"}}),
     ("structured output", COMPLETION, {"structured_outputs": {"regex": "a"}}),
@@ -192,6 +194,7 @@ async def test_a_broken_stream_goes_on_elsewhere_with_the_ids_known(
         {"choices": [{"token_ids": [7] * 6, "finish_reason": "length"}]},
         {"choices": [{"token_ids": [7]}, {"token_ids": [7]}]},
         {"choices": [{"token_ids": ["7"]}]},
+        {"choices": [{"token_ids": [2**40]}]},
         {"choices": 5},
     ],
 )

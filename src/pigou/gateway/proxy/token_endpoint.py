@@ -7,7 +7,8 @@ stop strings. Requests with other fields than `Carried` are sent as text.
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from contextlib import suppress
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -53,7 +54,7 @@ Carried: Any = msgspec.defstruct(
 
 
 class _GenerateChoice(msgspec.Struct):
-    token_ids: list[int] | None = None
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -108,7 +109,9 @@ class TokenRequest:
             return None
         options, whole_with_ids = carried.stream_options, parsed.wants_ids and not parsed.stream
         in_each = options is not None and options.continuous_usage_stats
-        if carried.echo or carried.logprobs or whole_with_ids or in_each:
+        # To vLLM `false` is 0 in a completion, and asks for the chosen tokens' own.
+        scored = carried.logprobs or (carried.logprobs is False and not parsed.chat)
+        if carried.echo or scored or whole_with_ids or in_each:
             return None
         values = msgspec.to_builtins(carried)
         sampling = {**defaults, **{name: values[name] for name in _SAMPLING.keys() & values.keys()}}
@@ -124,8 +127,10 @@ class TokenRequest:
             sampling["detokenize"] = False
         body: Body = {name: fields[name] for name in _TOP.keys() & values.keys()}
         body |= {"token_ids": prompt.ids + generated, "sampling_params": sampling}
-        request = cls(run, engine, body, carried)
-        return request if request._text.exact else None
+        with suppress(OverflowError):  # a worker told ids that no tokenizer has
+            request = cls(run, engine, body, carried)
+            return request if request._text.exact else None
+        return None
 
     def payloads(self, payload: bytes) -> list[bytes]:
         """Return the API's chunks for one of the endpoint's; raises as `msgspec.json.decode`."""
