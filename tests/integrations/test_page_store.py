@@ -439,8 +439,7 @@ def test_a_medium_that_fails_is_a_miss_and_is_tried_again(tmp_path: Path) -> Non
         raise StoreError("disk full")
 
     level.store.put = broken  # type: ignore[method-assign]
-    for i in range(4, 7):
-        assert put(store, [page(i, chain=1)]) == []
+    assert put(store, [page(4)]) == []
     assert not store.stats()["tiers"][0]["up"]
     assert store.held([page(0)]) == 0
     level.store.put = kept  # type: ignore[method-assign]

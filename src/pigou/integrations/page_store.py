@@ -29,21 +29,19 @@ from pigou.registry import named
 from pigou.request import SECOND, Ints
 from pigou.runtime.stores.host_store import HostStore
 from pigou.runtime.stores.store import BlockRecords, Bools, OpenStore, Store, StoreError
-from pigou.runtime.stores.transfer_queue import CircuitBreaker, TransferRate
+from pigou.runtime.stores.transfer_queue import TransferRate
 
 log = logging.getLogger(__name__)
 
 _PERSON = b"pigou-page-1"
 #: Size and xxh3 of a value, before its first byte.
 _HEAD = struct.Struct("<QQ")
-#: Bytes copied at once from one tier to the next.
-_COPY_BYTES = 16 << 20
 #: Guesses until measured: seconds to compute a token, read latency, bytes read in a second.
 _TOKEN, _LATENCY, _RATE = 1e-4, 1e-4, 1e9
 #: Relative change of the recompute cost before policies value pages again.
 _CHANGED = 0.25
-#: Failures before a tier is left alone, and the first and longest pause, in ns.
-_FAILURES, _PAUSE, _MAX_PAUSE = 3, SECOND, 60 * SECOND
+#: Pause of a tier whose medium failed, ns.
+_PAUSE = 10 * SECOND
 
 
 class Page(NamedTuple):
@@ -70,7 +68,7 @@ class _Level:
     tier: Tier
     store: Store
     rate: TransferRate
-    breaker: CircuitBreaker
+    resume: int = 0  # end of its pause, ns; its medium failed before
     evicted: int = 0
 
 
@@ -149,10 +147,8 @@ class PageStore:
         cap = store.capacity * size
         cost = RecomputeCost(base=max(1, self.page_tokens) * _TOKEN)
         policy = load(option.policy, TierSetting(cap, cost), option.params)
-        return _Level(
-            option.name, Tier(cap, policy, rooted=False), store,
-            TransferRate(_LATENCY, size / _RATE), CircuitBreaker(_FAILURES, _PAUSE, _MAX_PAUSE),
-        )  # fmt: skip
+        tier = Tier(cap, policy, rooted=False)
+        return _Level(option.name, tier, store, TransferRate(_LATENCY, size / _RATE))
 
     def _recover(self, level: _Level) -> None:
         """Register the pages that survived in a tier; delete those beyond cap or quota."""
@@ -175,15 +171,14 @@ class PageStore:
             owner.pages = OrderedDict(reversed(owner.pages.items()))
         self._erase(level, gone)
 
-    # --- reading --------------------------------------------------------------------------------
-
     def held(self, pages: Sequence[Page]) -> int:
         """Return how many leading pages can be read, without I/O."""
         return len(self._readable_tiers(pages))
 
     def worth_reading(self, pages: Sequence[Page]) -> int:
         """Return how many leading pages are read sooner than computed (`learn`), without I/O."""
-        speeds = [TierSpeed(*level.rate.law()) for level in self._levels]
+        with self._lock:
+            speeds = [TierSpeed(*level.rate.law()) for level in self._levels]
         first = pages[0].depth if pages else 0
         return blocks_worth_loading(self._readable_tiers(pages), first, speeds, self._cost)
 
@@ -216,7 +211,6 @@ class PageStore:
                 self._failed(level, error)
                 continue
             with self._lock:
-                level.breaker.succeeded()
                 if good[index].any():
                     level.rate.observe(int(good[index].sum()), time.perf_counter() - begin)
         self._use(pages, keys, where, good)
@@ -234,7 +228,7 @@ class PageStore:
         where = np.full(len(keys), -1, dtype=np.int32)
         now = self._clock()
         for number in reversed(range(len(self._levels))):
-            if keys and self._levels[number].breaker.allows:
+            if keys and self._up(self._levels[number]):
                 where[self._levels[number].store.has(hashes_of(keys))] = number
         where[[self._seeds(page.tenure).expiry <= now for page in pages]] = -1
         return where
@@ -257,8 +251,6 @@ class PageStore:
     def _lost(self, key: bytes) -> bool:
         levels = [level for level in self._levels if key in level.tier]
         return any(not level.store.has(hashes_of([key]))[0] for level in levels)
-
-    # --- writing --------------------------------------------------------------------------------
 
     def put(self, pages: Sequence[Page], data: Bytes, rows: Ints) -> Bools:
         """Store pages from `rows` of C-contiguous `data`, (any, page_bytes); return which are held.
@@ -283,10 +275,13 @@ class PageStore:
     ) -> None:  # fmt: skip
         seed, number = self._seeds(run[0].tenure), self._next_up(-1)
         new = {
-            key: Block(key, self._parent(page), page.depth, self.page_bytes, seed.expiry)
+            key: Block(
+                key, ROOT if page.parent is None else _key(seed.key, page.parent), page.depth,
+                self.page_bytes, seed.expiry,
+            )
             for page, key in zip(run, keys, strict=True)
             if key not in self._owners
-        }
+        }  # fmt: skip
         if number is None or not new or seed.expiry <= now:
             return
         owner = self._tenure(seed.digest, run[0].tenure)
@@ -301,39 +296,30 @@ class PageStore:
 
     def _admit(self, number: int, blocks: Sequence[Block], now: int) -> list[bytes]:
         """Admit blocks of one chain to a tier; move what they evict to the next, or delete it."""
-        level = self._levels[number]
+        level, below = self._levels[number], self._next_up(number)
         with self._lock:
             admitted, evicted = level.tier.admit(blocks, now)
             level.evicted += len(evicted)
-        moving: list[Block] = []
-        below = self._next_up(number) if evicted else None
-        if below is not None:
-            tier = self._levels[below].tier
-            for block in sorted(evicted, key=lambda block: block.depth):
-                if self._admit(below, [block], now):
-                    moving.append(block)
-                    tier.pin([block.key])
-        self._delete({block.key for block in evicted} - {block.key for block in moving})
-        size = max(1, _COPY_BYTES // self.page_bytes)
-        for i in range(0, len(moving), size):
-            self._move(level, below or 0, moving[i : i + size])
+        if below is None:
+            self._delete([block.key for block in evicted])
+            return admitted
+        for block in sorted(evicted, key=lambda block: block.depth):
+            self._move(level, below, block, now)
         return admitted
 
-    def _move(self, source: _Level, below: int, blocks: Sequence[Block]) -> None:
-        """Move pages between tiers; a page is never in both, so that no quota is exceeded."""
-        keys, rows = [block.key for block in blocks], np.arange(len(blocks), dtype=np.int32)
-        data = np.empty((len(blocks), self.page_bytes), dtype=np.uint8)
-        good: Bools = np.zeros(len(blocks), dtype=np.bool_)
+    def _move(self, level: _Level, below: int, block: Block, now: int) -> None:
+        """Move a page to another tier; it is never in both, so that no quota is exceeded."""
+        data, row = np.empty((1, self.page_bytes), dtype=np.uint8), np.zeros(1, dtype=np.int32)
+        read = False
         try:
-            good = source.store.get(hashes_of(keys), data, rows)
+            read = bool(level.store.get(hashes_of([block.key]), data, row)[0])
         except StoreError as error:
-            self._failed(source, error)
-        self._erase(source, keys)
-        with self._lock:
-            self._levels[below].tier.unpin(keys, self._clock())
-        self._delete([key for key, read in zip(keys, good, strict=True) if not read])
-        index = np.flatnonzero(good)
-        self._write(below, [blocks[i] for i in index.tolist()], data, rows[index])
+            self._failed(level, error)
+        self._erase(level, [block.key])
+        if read and self._admit(below, [block], now):
+            self._write(below, [block], data, row)
+        else:
+            self._delete([block.key])
 
     def _write(self, number: int, blocks: Sequence[Block], data: Bytes, rows: Ints) -> None:
         """Write admitted pages; those that the store refuses are deleted."""
@@ -345,13 +331,10 @@ class PageStore:
         records.tenures[:] = np.frombuffer(owners, np.uint8).reshape(records.tenures.shape)
         try:
             level.store.put(records, data, rows)
-            level.breaker.succeeded()
         except StoreError as error:
             self._failed(level, error)
         stored = level.store.has(records.keys)
         self._delete([key for key, held in zip(keys, stored, strict=True) if not held])
-
-    # --- going ----------------------------------------------------------------------------------
 
     def drop(self, pages: Sequence[Page]) -> int:
         """Drop pages, and later pages of their sequences; return how many of `pages` were held."""
@@ -388,21 +371,16 @@ class PageStore:
         except StoreError as error:
             self._failed(level, error)
 
-    # --- tenures --------------------------------------------------------------------------------
-
     def _tenure(self, digest: bytes, name: str | None = None) -> _Tenure:
-        text, quota = self._quotas.get(digest, (digest.hex(), self._default_quota))
-        owner = self._tenures.get(digest) or _Tenure(text, quota)
-        owner.name = owner.name if name is None else name
+        known = self._quotas.get(digest, (digest.hex(), self._default_quota))
+        owner = self._tenures.get(digest) or _Tenure(*known)
+        owner.name = name or owner.name
         return owner
 
     def _room(self, owner: _Tenure) -> int:
         """Return how many more pages a tenure may hold."""
-        return (
-            sys.maxsize
-            if owner.quota is None
-            else (owner.quota // self.page_bytes - len(owner.pages))
-        )
+        quota = sys.maxsize if owner.quota is None else owner.quota
+        return quota // self.page_bytes - len(owner.pages)
 
     def _own(self, digest: bytes, owner: _Tenure, blocks: Sequence[Block]) -> None:
         with self._lock:
@@ -418,8 +396,6 @@ class PageStore:
             if not owner.pages:
                 del self._tenures[digest]
 
-    # --- state ----------------------------------------------------------------------------------
-
     def stats(self) -> dict[str, Any]:
         """Return pages, bytes and prices by tier (in seconds of prefill), and bytes by tenure."""
         size, tiers = self.page_bytes, []
@@ -429,7 +405,7 @@ class PageStore:
                 tiers.append({
                     "name": level.name, "pages": len(level.tier), "price": level.tier.price,
                     "cap_bytes": level.store.cap_bytes, "used_bytes": level.store.used_bytes,
-                    "evicted": level.evicted, "up": level.breaker.allows,
+                    "evicted": level.evicted, "up": self._up(level),
                     "read_latency_s": latency, "read_page_s": read, **asdict(level.store.counts),
                 })  # fmt: skip
             tenures = {
@@ -448,30 +424,20 @@ class PageStore:
             for level in self._levels:
                 level.store.close()
 
+    def _up(self, level: _Level) -> bool:
+        return self._clock() >= level.resume
+
     def _next_up(self, after: int) -> int | None:
-        """Return the first tier beyond `after` whose medium works; probe those that are due."""
-        for number, level in enumerate(self._levels[after + 1 :], after + 1):
-            if not level.breaker.allows and not level.breaker.wait(self._clock()):
-                try:
-                    level.store.probe()
-                    level.breaker.probed(self._clock(), alive=True)
-                except StoreError:
-                    level.breaker.probed(self._clock(), alive=False)
-            if level.breaker.allows:
-                return number
-        return None
+        """Return the first tier beyond `after` whose medium works."""
+        beyond = range(after + 1, len(self._levels))
+        return next((number for number in beyond if self._up(self._levels[number])), None)
 
     def _failed(self, level: _Level, error: StoreError) -> None:
-        with self._lock:
-            down = level.breaker.failed(self._clock(), str(error))
-        log.warning("tier %s%s: %s", level.name, " is down" if down else "", error)
+        level.resume = self._clock() + _PAUSE
+        log.warning("tier %s pauses: %s", level.name, error)
 
     def _keys(self, pages: Iterable[Page]) -> list[bytes]:
         return [_key(self._seeds(page.tenure).key, page.key) for page in pages]
-
-    def _parent(self, page: Page) -> bytes:
-        seed = self._seeds(page.tenure).key
-        return ROOT if page.parent is None else _key(seed, page.parent)
 
 
 class _Seed(NamedTuple):
@@ -564,12 +530,8 @@ class ValueStore:
 
     def delete(self, name: bytes, tenure: str) -> bool:
         """Delete a value; return whether it was held."""
-        frame = np.empty((1, self.store.page_bytes), dtype=np.uint8)
-        head = self._pages(name, tenure, 1)
-        if not self.store.get(head, frame, np.zeros(1, dtype=np.int32))[0]:
-            return False
-        size = _HEAD.unpack_from(frame.data.cast("B"))[0]
-        return self.store.drop(self._pages(name, tenure, self._count(size))) > 0
+        size = self.get(name, tenure, self.frame())
+        return size >= 0 and self.store.drop(self._pages(name, tenure, self._count(size))) > 0
 
     def _count(self, size: int) -> int:
         return -(-(size + _HEAD.size) // self.store.page_bytes)
