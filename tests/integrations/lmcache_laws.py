@@ -103,7 +103,7 @@ def law_objects_come_back_as_stored_under_their_salt_alone(folder: Path) -> None
 
 
 def law_salts_keep_their_quotas(folder: Path) -> None:
-    quota = 4 * 5 * 1024 + 3
+    quota = 4 * 5 * 1040 + 3
     l2 = open_l2(folder, quotas={"alice": quota}, default_quota=0)
     keys = [Key(bytes([i]), cache_salt="alice") for i in range(12)]
     for i, key in enumerate(keys):
@@ -111,7 +111,7 @@ def law_salts_keep_their_quotas(folder: Path) -> None:
         assert l2.get_usage().bytes_by_cache_salt["alice"] <= quota
     assert look_up(l2, keys) == [False] * 8 + [True] * 4
     assert store(l2, [Key(b"x")], [Memory()]).bytes_transferred() == 0
-    assert l2.get_usage().total_bytes_used == 4 * 5 * 1024
+    assert l2.get_usage().total_bytes_used == 4 * 5 * 1040
     assert l2.report_status()["is_healthy"]
     l2.close()
 
@@ -179,7 +179,7 @@ def check_storage_manager(folder: Path) -> None:
     plugin = PluginL2AdapterConfig.from_dict({
         "module_path": "pigou.integrations.lmcache", "class_name": "PigouL2",
         "adapter_params": {
-            "tiers": [f"disk=100MiB@{folder}"], "quotas": {"bob": 3 << 20}, "page": 1 << 18,
+            "tiers": [f"disk=100MiB@{folder}"], "quotas": {"bob": 4 << 18}, "page": 1 << 18,
         },
     })  # fmt: skip
 
@@ -215,7 +215,7 @@ def check_storage_manager(folder: Path) -> None:
         time.sleep(0.05)
         usage = manager.get_usage_bytes_by_cache_salt()
     time.sleep(0.5)
-    assert manager.get_usage_bytes_by_cache_salt()["bob"] <= 3 << 20
+    assert manager.get_usage_bytes_by_cache_salt()["bob"] <= 4 << 18
     manager.close()
     manager = start()
     assert prefetch(manager, keys("")) == 0

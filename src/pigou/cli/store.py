@@ -51,8 +51,9 @@ def store(config: StoreConfig) -> None:
     for port in (config.port, config.metrics_port):
         check_port(config.host, port)
     pages = PageStore(
-        config.tiers, "values", config.page, default_quota=config.default_quota or None,
+        config.tiers, "values", config.page + ValueStore.HEAD_BYTES,
         quotas={salt: int(gib * 2**30) for salt, gib in config.quotas.items()},
+        default_quota=config.default_quota or None,
     )  # fmt: skip
     values = ValueStore(pages, config.max_value)
     server = StoreServer(values, config.password, config.connections, config.buffers)

@@ -36,7 +36,11 @@ class L2Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def open(self) -> ValueStore:
         """Open the tiers; raises ConfigError."""
         pages = PageStore(
-            self.tiers, "values", self.page, quotas=self.quotas, default_quota=self.default_quota
+            self.tiers,
+            "values",
+            self.page + ValueStore.HEAD_BYTES,
+            quotas=self.quotas,
+            default_quota=self.default_quota,
         )
         return ValueStore(pages, self.max_value)
 

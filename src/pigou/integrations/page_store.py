@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import struct
+import os
 import sys
 import threading
 import time
@@ -16,7 +16,6 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
 
 from pigou.config import ConfigError, check_bounds
 from pigou.kv.block import ROOT, Block, Bytes, hashes_of
@@ -34,8 +33,6 @@ from pigou.runtime.stores.transfer_queue import TransferRate
 log = logging.getLogger(__name__)
 
 _PERSON = b"pigou-page-1"
-#: Size and xxh3 of a value, before its first byte.
-_HEAD = struct.Struct("<QQ")
 #: Guesses until measured: seconds to compute a token, read latency, bytes read in a second.
 _TOKEN, _LATENCY, _RATE = 1e-4, 1e-4, 1e9
 #: Relative change of the recompute cost before policies value pages again.
@@ -429,8 +426,8 @@ class PageStore:
 
     def _next_up(self, after: int) -> int | None:
         """Return the first tier beyond `after` whose medium works."""
-        beyond = range(after + 1, len(self._levels))
-        return next((number for number in beyond if self._up(self._levels[number])), None)
+        further = range(after + 1, len(self._levels))
+        return next((number for number in further if self._up(self._levels[number])), None)
 
     def _failed(self, level: _Level, error: StoreError) -> None:
         level.resume = self._clock() + _PAUSE
@@ -477,30 +474,31 @@ def _runs(pages: Sequence[Page]) -> list[list[int]]:
 class ValueStore:
     """Values of any size as sequences of pages, by name and tenure. Thread-safe.
 
-    The first bytes are the last page of a sequence, so that they are evicted first: whoever has
-    them has the whole value. They hold its length and xxh3.
+    A value's first bytes are the last page of its sequence, so that they are evicted first: if
+    they are held, all is. They hold its size and a nonce, which is in the names of the others.
     """
+
+    HEAD_BYTES = 16
 
     def __init__(self, store: PageStore, max_bytes: int) -> None:
         check_bounds("max_bytes", max_bytes, ge=1, lt=2**40)
         self.store, self.max_bytes = store, max_bytes
-        self._frame_pages = self._count(max_bytes)
 
     def frame(self) -> Bytes:
         """Return a buffer for one value."""
-        return np.empty((self._frame_pages, self.store.page_bytes), dtype=np.uint8)
+        return np.empty((self._count(self.max_bytes), self.store.page_bytes), dtype=np.uint8)
 
-    @staticmethod
-    def body(frame: Bytes, size: int) -> memoryview:
+    @classmethod
+    def body(cls, frame: Bytes, size: int) -> memoryview:
         """Return a view of the value in a frame, `size` bytes."""
-        return frame.reshape(-1).data[_HEAD.size : _HEAD.size + size]
+        return frame.reshape(-1).data[cls.HEAD_BYTES : cls.HEAD_BYTES + size]
 
     def put(self, name: bytes, tenure: str, frame: Bytes, size: int) -> bool:
         """Store the value in a frame in place of the one of this name; True if it is held."""
-        body = self.body(frame, size)
-        _HEAD.pack_into(frame.reshape(-1).data, 0, size, xxh3_64_intdigest(body))
-        pages = self._pages(name, tenure, self._count(size))
-        self.store.drop(pages)
+        self.delete(name, tenure)
+        nonce = os.urandom(8)
+        frame.reshape(-1).data[: self.HEAD_BYTES] = size.to_bytes(8) + nonce
+        pages = self._pages(name, tenure, self._count(size), nonce)
         rows = np.arange(len(pages) - 1, -1, -1, dtype=np.int32)
         held = bool(self.store.put(pages, frame, rows).all())
         if not held:
@@ -509,36 +507,42 @@ class ValueStore:
 
     def get(self, name: bytes, tenure: str, frame: Bytes) -> int:
         """Read a value into a frame; return its size, -1 if it is not held or not whole."""
-        rows = np.arange(len(frame), dtype=np.int32)
-        head = self._pages(name, tenure, 1)
-        if not self.store.get(head, frame, rows[:1])[0]:
-            return -1
-        size, digest = _HEAD.unpack_from(frame.reshape(-1).data)
-        if size > self.max_bytes:
-            return -1
-        pages = self._pages(name, tenure, self._count(size))
+        size, pages = self._head(name, tenure, frame)
         if len(pages) > 1:
-            whole = self.store.get(pages[:-1], frame, rows[len(pages) - 1 : 0 : -1]).all()
-            if not whole or xxh3_64_intdigest(self.body(frame, size)) != digest:
+            rows = np.arange(len(pages) - 1, 0, -1, dtype=np.int32)
+            if not self.store.get(pages[:-1], frame, rows).all():
                 self.store.drop(pages)
                 return -1
-        return int(size)
+        return size
 
     def has(self, name: bytes, tenure: str) -> bool:
         """Return whether a value is held, without I/O."""
-        return self.store.held(self._pages(name, tenure, 1)) == 1
+        return self.store.held(self._pages(name, tenure, 1, b"")) == 1
 
     def delete(self, name: bytes, tenure: str) -> bool:
         """Delete a value; return whether it was held."""
-        size = self.get(name, tenure, self.frame())
-        return size >= 0 and self.store.drop(self._pages(name, tenure, self._count(size))) > 0
+        return self.has(name, tenure) and (
+            self.store.drop(self._head(name, tenure, self.frame())[1]) > 0
+        )
+
+    def _head(self, name: bytes, tenure: str, frame: Bytes) -> tuple[int, list[Page]]:
+        """Read a value's first page; return its size and pages."""
+        head = self._pages(name, tenure, 1, b"")
+        if not self.store.get(head, frame, np.zeros(1, dtype=np.int32))[0]:
+            return -1, []
+        raw = bytes(frame.reshape(-1).data[: self.HEAD_BYTES])
+        size = int.from_bytes(raw[:8])
+        if size > self.max_bytes:
+            return -1, head
+        return size, self._pages(name, tenure, self._count(size), raw[8:])
 
     def _count(self, size: int) -> int:
-        return -(-(size + _HEAD.size) // self.store.page_bytes)
+        return -(-(size + self.HEAD_BYTES) // self.store.page_bytes)
 
     @staticmethod
-    def _pages(name: bytes, tenure: str, count: int) -> list[Page]:
+    def _pages(name: bytes, tenure: str, count: int, nonce: bytes) -> list[Page]:
         """Return a value's pages, the one with its head last."""
-        keys = [name + i.to_bytes(4) for i in range(count - 1, -1, -1)]
+        keys = [name + i.to_bytes(4) + nonce for i in range(count - 1, 0, -1)]
+        keys.append(name + bytes(12))
         parents = [None, *keys[:-1]]
         return [Page(k, p, i, tenure) for i, (k, p) in enumerate(zip(keys, parents, strict=True))]

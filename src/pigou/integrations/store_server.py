@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
-from asyncio import IncompleteReadError, LimitOverrunError, StreamReader, StreamWriter
+import socket
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
@@ -21,8 +23,8 @@ from pigou.stop_signals import StopSignals
 
 #: Longest key in bytes, most parts of a command, and bytes of all of them.
 _KEY, _PARTS, _COMMAND = 4096, 4096, 1 << 20
-#: Bytes read ahead of a connection, and seconds that a client may take for one value.
-_AHEAD, _PATIENCE = 1 << 18, 30.0
+#: Bytes of a line, and read at once; seconds that a client may take for a command or value.
+_LINE, _AHEAD, _PATIENCE = 64, 1 << 16, 30.0
 #: Tenures with metrics of their own, largest first.
 _TENURES = 100
 _NUMBER = re.compile(rb"[*$]\d{1,12}\r\n")
@@ -34,42 +36,66 @@ _SALTED = re.compile(
 
 
 class _Client:
-    """A connection, and what its client may do."""
+    """A connection: the loop reads commands, a thread at a time moves a value."""
 
-    def __init__(self, reader: StreamReader, writer: StreamWriter, allowed: bool) -> None:
-        self.reader, self.writer, self.allowed = reader, writer, allowed
-        self.nil = b"$-1\r\n"
-        writer.transport.set_write_buffer_limits(0)  # so that `send` returns once all is sent
+    def __init__(self, connection: socket.socket, allowed: bool) -> None:
+        self.allowed, self.nil = allowed, b"$-1\r\n"
+        self._connection, self._ahead = connection, bytearray()
 
     async def number(self, mark: bytes, limit: int, what: str) -> int:
         """Read a count or length; raises ValueError beyond `limit`."""
-        line = await self.reader.readuntil(b"\r\n")
+        while (end := self._ahead.find(b"\n", 0, _LINE)) < 0:
+            if len(self._ahead) >= _LINE:
+                raise ValueError("Protocol error: a line is too long")
+            await self._read()
+        line = bytes(self._ahead[: end + 1])
         if line[:1] != mark or not _NUMBER.fullmatch(line):
             raise ValueError(f"Protocol error: expected {mark.decode()!r} and a number")
         if (number := int(line[1:])) > limit:
             raise ValueError(f"{what} has {number}; at most {limit}")
+        del self._ahead[: end + 1]
         return number
 
     async def bulk(self) -> bytes:
         """Read a short string."""
         size = await self.number(b"$", _KEY, "a key, in bytes,")
-        return (await self.reader.readexactly(size + 2))[:-2]
+        while len(self._ahead) < size + 2:
+            await self._read()
+        text = bytes(self._ahead[:size])
+        del self._ahead[: size + 2]
+        return text
 
-    async def into(self, view: memoryview) -> None:
-        """Read a value."""
-        done = 0
-        while done < len(view):
-            if not (data := await self.reader.read(len(view) - done)):
-                raise EOFError
-            view[done : done + len(data)] = data
-            done += len(data)
-        await self.reader.readexactly(2)
+    async def _read(self) -> None:
+        data = await asyncio.get_running_loop().sock_recv(self._connection, _AHEAD)
+        if not data:
+            raise EOFError
+        self._ahead += data
 
-    async def send(self, *parts: bytes | memoryview) -> None:
-        """Send a reply; its parts may be reused once it returns."""
+    def receive(self, view: memoryview) -> None:
+        """Read a value, in a thread."""
+        deadline, end = time.monotonic() + _PATIENCE, bytearray(2)
+        for part in (view, memoryview(end)):
+            done = min(len(part), len(self._ahead))
+            part[:done] = self._ahead[:done]
+            del self._ahead[:done]
+            while done < len(part):
+                self._connection.settimeout(max(0.001, deadline - time.monotonic()))
+                if not (count := self._connection.recv_into(part[done:])):
+                    raise EOFError
+                done += count
+        self._connection.setblocking(False)
+
+    def send(self, *parts: bytes | memoryview) -> None:
+        """Send a reply, in a thread."""
+        self._connection.settimeout(_PATIENCE)
         for part in parts:
-            self.writer.write(part)
-        await self.writer.drain()
+            self._connection.sendall(part)
+        self._connection.setblocking(False)
+
+    async def answer(self, reply: bytes) -> None:
+        """Send a short reply."""
+        async with asyncio.timeout(_PATIENCE):
+            await asyncio.get_running_loop().sock_sendall(self._connection, reply)
 
 
 class StoreServer:
@@ -87,24 +113,40 @@ class StoreServer:
         self._refused = self.metrics.counter("pigou_store_refused", "Refusals.", "reason")
         self.metrics.scrape(lambda: store_metrics(values.store.stats(), self._connections))
 
-    async def serve(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """Serve one connection until it ends, or sends what is refused."""
-        client = _Client(reader, writer, not self._password)
+    async def run(self, listener: socket.socket) -> None:
+        """Accept connections until cancelled."""
+        loop = asyncio.get_running_loop()
+        clients: set[asyncio.Task[None]] = set()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError:  # no descriptor is free
+                await asyncio.sleep(0.2)
+                continue
+            clients.add(task := loop.create_task(self._serve(connection)))
+            task.add_done_callback(clients.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
         self._connections += 1
+        try:
+            with connection, suppress(EOFError, OSError, TimeoutError):
+                connection.setblocking(False)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                await self._talk(_Client(connection, not self._password))
+        finally:
+            self._connections -= 1
+
+    async def _talk(self, client: _Client) -> None:
+        """Answer commands until the connection ends, or sends what is refused."""
         try:
             if self._connections > self._max_connections:
                 raise ValueError("max number of clients reached")
             while await self._command(client):
                 pass
-        except (ValueError, LimitOverrunError) as error:
+        except ValueError as error:
             self._refused.labels("wrong").inc()
             code = "" if str(error).startswith(("NOAUTH", "WRONGPASS")) else "ERR "
-            writer.write(f"-{code}{error}\r\n".encode())
-        except (EOFError, OSError, IncompleteReadError, TimeoutError):
-            writer.transport.abort()
-        finally:
-            self._connections -= 1
-            writer.close()
+            await client.answer(f"-{code}{error}\r\n".encode())
 
     async def _command(self, client: _Client) -> bool:
         count = await client.number(b"*", _PARTS, "a command, in parts,")
@@ -126,11 +168,11 @@ class StoreServer:
             await self._set(client, words[1])
         elif (name == "GET" and len(words) == 2) or (name == "MGET" and len(words) > 1):
             if name == "MGET":
-                await client.send(b"*%d\r\n" % (len(words) - 1))
+                await client.answer(b"*%d\r\n" % (len(words) - 1))
             for key in words[1:]:
                 await self._get(client, key)
         else:
-            await client.send(await self._answer(client, name, words[1:]))
+            await client.answer(await self._answer(client, name, words[1:]))
         return name != "QUIT"
 
     async def _answer(self, client: _Client, name: str, words: Sequence[bytes]) -> bytes:
@@ -166,31 +208,38 @@ class StoreServer:
     async def _set(self, client: _Client, key: bytes) -> None:
         size = await client.number(b"$", self._values.max_bytes, "a value (--max-value), in bytes,")
         frame = await self._frames.get()  # while none is free, what the client sends waits
+
+        def move() -> bool:
+            client.receive(self._values.body(frame, size))
+            return self._values.put(key, tenure_of(key), frame, size)
+
         try:
-            async with asyncio.timeout(_PATIENCE):
-                await client.into(self._values.body(frame, size))
-            held = await self._run(self._values.put, key, tenure_of(key), frame, size)
+            held = await self._run(move)
         finally:
             self._frames.put_nowait(frame)
         self._bytes.labels("in").inc(size)
         if not held:
             self._refused.labels("room").inc()
-        await client.send(b"+OK\r\n")
+        await client.answer(b"+OK\r\n")
 
     async def _get(self, client: _Client, key: bytes) -> None:
-        size = -1
-        if self._values.has(key, tenure_of(key)):
-            frame = await self._frames.get()
-            try:
-                size = await self._run(self._values.get, key, tenure_of(key), frame)
-                if size >= 0:
-                    async with asyncio.timeout(_PATIENCE):
-                        body = self._values.body(frame, size)
-                        await client.send(b"$%d\r\n" % size, body, b"\r\n")
-            finally:
-                self._frames.put_nowait(frame)
-        if size < 0:
-            await client.send(client.nil)
+        if not self._values.has(key, tenure_of(key)):
+            await client.answer(client.nil)
+            return
+        frame = await self._frames.get()
+
+        def move() -> int:
+            size = self._values.get(key, tenure_of(key), frame)
+            if size < 0:
+                client.send(client.nil)
+            else:
+                client.send(b"$%d\r\n" % size, self._values.body(frame, size), b"\r\n")
+            return size
+
+        try:
+            size = await self._run(move)
+        finally:
+            self._frames.put_nowait(frame)
         self._bytes.labels("out").inc(max(0, size))
 
     async def _run(self, call: Any, *arguments: Any) -> Any:
@@ -249,10 +298,12 @@ async def serve(server: StoreServer, store: PageStore, host: str, ports: tuple[i
     stop = asyncio.Event()
     with StopSignals(stop.set, _PATIENCE):
         await web.TCPSite(runner, host, ports[1]).start()
-        listener = await asyncio.start_server(
-            server.serve, host, ports[0], limit=_AHEAD, backlog=128
-        )
-        print(f"{host}:{listener.sockets[0].getsockname()[1]}", flush=True)
-        await stop.wait()
-        listener.close()
+        with socket.create_server((host, ports[0]), backlog=128) as listener:
+            listener.setblocking(False)
+            task = asyncio.create_task(server.run(listener))
+            print(f"{host}:{listener.getsockname()[1]}", flush=True)
+            await asyncio.wait(
+                [task, asyncio.create_task(stop.wait())], return_when=asyncio.FIRST_COMPLETED
+            )
+            task.cancel()
         await runner.cleanup()
