@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -367,6 +369,20 @@ def test_ranks_take_consecutive_ports() -> None:
     assert [config.transfer(rank).port for rank in range(3)] == [7000, 7001, 7002]
     assert config.transfer(0).lease == 400 * SECOND
     assert ConnectorConfig.read({}).transfer(1).port == 0
+
+
+def test_threads_of_transfers_are_not_pinned_as_the_worker_is(make: Any) -> None:
+    wide = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, [min(wide)])
+        before = {thread.native_id for thread in threading.enumerate()}
+        make(1)
+        started = [t.native_id for t in threading.enumerate() if t.native_id not in before]
+        assert os.sched_getaffinity(0) == {min(wide)}
+        assert len(started) >= 4
+        assert all(os.sched_getaffinity(number or 0) == wide for number in started)
+    finally:
+        os.sched_setaffinity(0, wide)
 
 
 def test_reasons_reach_the_log_with_the_request(make: Any, caplog: Any) -> None:

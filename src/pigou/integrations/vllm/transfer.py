@@ -270,8 +270,11 @@ class WorkerHalf:
         self._arrivals: deque[tuple[str, TransferResult]] = deque()
         self._pulls: dict[str, Pull] = {}
         self._failed: set[int] = set()
+        own = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # threads inherit it; vLLM pins its own
         self._sender = Sender(store, self._sent.append, config, key=key)
         self._receiver = Receiver(store, config, key=key)
+        os.sched_setaffinity(0, own)
 
     def get_handshake_metadata(self) -> TransferParams:
         """Return a blank ticket, which the scheduler completes for each offer."""
