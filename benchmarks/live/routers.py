@@ -233,6 +233,7 @@ def main() -> None:
         words = vocabulary(model)
         fleet = Fleet(folder, model, args.block_size)
         fleet.start(stack, args)
+        warm(fleet, load, trace, words)
         rate = args.rate or args.utilization * capacity(fleet, load, trace, words)
         print(f"{rate:.2f} requests/s for {args.seconds:g} s a turn", flush=True)
         requests = round(rate * args.seconds)
@@ -285,11 +286,15 @@ def vocabulary(model: Path) -> list[str]:
     return single
 
 
+def warm(fleet: Fleet, load: Load, trace: Trace, words: Sequence[Any]) -> None:
+    """Let each engine compute before it is measured."""
+    chosen = sample(load, trace, _WARM, 10, 0.0)
+    for contender in ("least-loaded", *["dynamo"] * (fleet.dynamo is not None)):
+        play(fleet, contender, chosen, words, f"warm-{contender}", -1, _SLOTS)
+
+
 def capacity(fleet: Fleet, load: Load, trace: Trace, words: Sequence[Any]) -> float:
     """Return the requests a second that `least-loaded` serves at most, eight sessions at once."""
-    if fleet.dynamo is not None:  # each engine computes before it is measured
-        play(fleet, "dynamo", sample(load, trace, _WARM, 10, 0.0), words, "warm", -1, _SLOTS)
-    play(fleet, "least-loaded", sample(load, trace, _WARM, 10, 0.0), words, "warmer", -1, _SLOTS)
     chosen = sample(load, trace, _WARM + 1, 60, 0.0)
     run = play(fleet, "least-loaded", chosen, words, "capacity", -1, _SLOTS)
     return len(run.ttft_ms) / run.seconds
