@@ -37,7 +37,6 @@ _ROLE_LABELS = ("pigou.dev/role", "pigou.dev/stock-role", "llm-d.ai/role")
 _LLMD_ROLES = {"prefill-decode": Role.BOTH, "encode-prefill": Role.PREFILL,
                "encode-prefill-decode": Role.BOTH}  # fmt: skip
 _ZONE, _RACK = "topology.kubernetes.io/zone", "topology.kubernetes.io/rack"
-_POOL_OPTIONS = ("api", "events", "replay")
 
 Apply = Callable[[Collection[AttachedWorker]], None]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -71,10 +70,6 @@ class PoolFollower:
         self._members: dict[str, tuple[AttachedWorker, Member]] = {}  # by URL
         self._used: set[str] = set()  # ids of members, which are used once
 
-    async def run(self, pool: EndpointPool) -> None:
-        """Follow a pool until cancelled."""
-        await pool.follow(self.apply)
-
     def apply(self, endpoints: Collection[AttachedWorker]) -> None:
         """Add members for new endpoints; drain those that are gone, or have changed."""
         wanted = {endpoint.url: endpoint for endpoint in endpoints}
@@ -103,18 +98,12 @@ class PoolFollower:
 # --- a file -----------------------------------------------------------------------------------
 
 
-class _Labels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    host: str = ""
-    rack: str = ""
-    zone: str = ""
-
-
 class _Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An endpoint of a file; `key` and the rest are those of `--attach`."""
 
     url: str
     role: Role = Role.BOTH
-    labels: _Labels = _Labels()  # labels of its node
+    labels: dict[Literal["host", "rack", "zone"], str] = {}  # labels of its node
     key: str = ""
     events: str = ""
     replay: str = ""
@@ -179,15 +168,15 @@ def read_endpoints(data: bytes, name: str) -> list[AttachedWorker]:
 
 
 def _worker(entry: _Endpoint) -> AttachedWorker:
-    url, labels = entry.url.rstrip("/").removesuffix("/v1"), entry.labels
+    url = entry.url.rstrip("/").removesuffix("/v1")
     parts = urlsplit(url) if is_http_url(url) else None
     if parts is None or parts.query or parts.path or parts.username:
         raise ValueError(f"url is {entry.url!r}; write for example http://10.0.0.1:8000")
-    if (labels.rack or labels.zone) and not labels.host:
+    if entry.labels and not entry.labels.get("host"):
         raise ValueError("labels have a rack or zone without a host; add host: NODE")
     return AttachedWorker(
         id=parts.netloc, url=url, role=entry.role, key=entry.key, events=entry.events,
-        replay=entry.replay, topic=entry.topic, **msgspec.structs.asdict(labels),
+        replay=entry.replay, topic=entry.topic, **entry.labels,
     )  # fmt: skip
 
 
@@ -232,18 +221,18 @@ class InferencePool:
         parts = urlsplit(text)
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         name = parts.path.strip("/")
-        unknown = sorted(options.keys() - set(_POOL_OPTIONS))
+        unknown = sorted(options.keys() - {"api", "events", "replay"})
         if unknown or not parts.netloc or not name or "/" in name:
             raise ConfigError(
                 f"pool is {text!r}; write k8s://NAMESPACE/POOL, with api=URL, events=PORT and "
                 "replay=PORT where they are needed"
             )
-        ports = {key: options.get(key, "0") for key in ("events", "replay")}
-        for key, port in ports.items():
+        ports = [options.get(key, "0") for key in ("events", "replay")]
+        for port in ports:
             if not port.isdecimal() or not int(port) < 65536:
-                raise ConfigError(f"pool has {key}={port}; it must be a port, 1 to 65535")
+                raise ConfigError(f"pool has port {port!r} for events; it must be 1 to 65535")
         api = account_api(options.get("api", ""), _CALL_S)
-        return cls(api, parts.netloc, name, int(ports["events"]), int(ports["replay"]))
+        return cls(api, parts.netloc, name, *map(int, ports))
 
     async def follow(self, apply: Apply) -> None:
         """Call `apply` after events of the pool and its pods, and each 30 s."""

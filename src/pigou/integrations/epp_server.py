@@ -94,7 +94,7 @@ class PickerServing(Serving):
         if self._pool is not None:
             pool = self._pool
             self._following = self.plane_driver.background.start(
-                "endpoint pool", lambda: self._follower.run(pool)
+                "endpoint pool", lambda: pool.follow(self._follower.apply)
             )
         await super().start()
         self._started = True
