@@ -118,7 +118,7 @@ def speeds(path: Path, pages: int, rounds: int) -> None:
         for name in (("file", "pigou"), ("pigou", "file"))[number % 2]:
             with tempfile.TemporaryDirectory(dir=path) as folder:
                 backend = Backend(name, Path(folder) / "store", pool, 4 * pages * size)
-                works = {
+                works: dict[str, Callable[[], Any]] = {
                     "set": partial(backend.write, keys, rows, []),
                     "exists": partial(backend.exists, keys),
                     "get": partial(backend.read, keys, rows),
