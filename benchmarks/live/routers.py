@@ -347,9 +347,10 @@ def play(
     fleet: Fleet, contender: str, trace: Trace, words: Sequence[Any], tag: str, number: int,
     slots: int | None = None,
 ) -> Run:  # fmt: skip
-    """Start a contender, play a load through it, and end it."""
-    for server in [*fleet.plain, *(fleet.dynamo.workers if fleet.dynamo else [])]:
-        (server.resume if server in fleet.engines(contender) else server.pause)()
+    """Start a contender, play a load through it, and end it.
+
+    The engines of the others idle meanwhile: Dynamo's leave its discovery if they are stopped.
+    """
     engines = fleet.engines(contender)
     if contender != "dynamo":  # Dynamo's workers have no such route: new prompts make them cold
         for server in engines:
