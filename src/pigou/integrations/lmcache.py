@@ -79,12 +79,10 @@ class PigouL2(L2AdapterInterface):  # type: ignore[misc]
         """Store objects; those without room in their quota are left out."""
 
         def store() -> L2StoreResult:
-            held = [
-                key for key, memory in zip(keys, objects, strict=True) if self._put(key, memory)
-            ]
-            sizes = {key: memory.get_size() for key, memory in zip(keys, objects, strict=True)}
-            self._notify_keys_stored(held, [sizes[key] for key in held])
-            return L2StoreResult(True, sum(sizes[key] for key in held))
+            held = [pair for pair in zip(keys, objects, strict=True) if self._put(*pair)]
+            sizes = [memory.get_size() for _, memory in held]
+            self._notify_keys_stored([key for key, _ in held], sizes)
+            return L2StoreResult(True, sum(sizes))
 
         return self._submit("store", store, L2StoreResult(False, 0))
 
@@ -96,10 +94,11 @@ class PigouL2(L2AdapterInterface):  # type: ignore[misc]
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: object) -> int:  # noqa: ARG002
         """Look up objects."""
-        return self._submit(
-            "lookup", lambda: bitmap([self._values.has(*name_of(key)) for key in keys]),
-            Bitmap(len(keys)),
-        )  # fmt: skip
+
+        def look_up() -> Bitmap:
+            return bitmap([self._values.has(*name_of(key)) for key in keys])
+
+        return self._submit("lookup", look_up, Bitmap(len(keys)))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
         """Return which objects are held, once."""

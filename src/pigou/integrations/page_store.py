@@ -212,8 +212,8 @@ class PageStore:
                     level.rate.observe(int(good[index].sum()), time.perf_counter() - begin)
         self._use(pages, keys, where, good)
         if bad := [keys[i] for i in np.flatnonzero((where >= 0) & ~good)]:
-            with self._writing:  # no put is under way, so what a store lacks is lost
-                self._delete([key for key in bad if self._lost(key)])
+            with self._writing:  # no put is under way, so what no store has is lost
+                self._delete([key for key in bad if not self._stored(key)])
         return good
 
     def _readable_tiers(self, pages: Sequence[Page]) -> list[int]:
@@ -245,9 +245,8 @@ class PageStore:
                 for i in reversed(read):
                     self._tenures[self._owners[keys[i]]].pages.move_to_end(keys[i])
 
-    def _lost(self, key: bytes) -> bool:
-        levels = [level for level in self._levels if key in level.tier]
-        return any(not level.store.has(hashes_of([key]))[0] for level in levels)
+    def _stored(self, key: bytes) -> bool:
+        return any(level.store.has(hashes_of([key]))[0] for level in self._levels)
 
     def put(self, pages: Sequence[Page], data: Bytes, rows: Ints) -> Bools:
         """Store pages from `rows` of C-contiguous `data`, (any, page_bytes); return which are held.

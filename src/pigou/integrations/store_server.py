@@ -103,7 +103,8 @@ class StoreServer:
 
     def __init__(self, values: ValueStore, password: str, connections: int, buffers: int) -> None:
         self._values, self._password = values, password.encode()
-        self._connections, self._max_connections = 0, connections
+        self._clients: set[asyncio.Task[None]] = set()
+        self._max_clients = connections
         self._frames: asyncio.LifoQueue[Bytes] = asyncio.LifoQueue()
         for _ in range(buffers):
             self._frames.put_nowait(values.frame())
@@ -111,35 +112,30 @@ class StoreServer:
         self.metrics = MetricSet()
         self._bytes = self.metrics.counter("pigou_store_bytes", "Bytes of values.", "direction")
         self._refused = self.metrics.counter("pigou_store_refused", "Refusals.", "reason")
-        self.metrics.scrape(lambda: store_metrics(values.store.stats(), self._connections))
+        self.metrics.scrape(lambda: store_metrics(values.store.stats(), len(self._clients)))
 
     async def run(self, listener: socket.socket) -> None:
         """Accept connections until cancelled."""
         loop = asyncio.get_running_loop()
-        clients: set[asyncio.Task[None]] = set()
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError:  # no descriptor is free
                 await asyncio.sleep(0.2)
                 continue
-            clients.add(task := loop.create_task(self._serve(connection)))
-            task.add_done_callback(clients.discard)
+            self._clients.add(task := loop.create_task(self._serve(connection)))
+            task.add_done_callback(self._clients.discard)
 
     async def _serve(self, connection: socket.socket) -> None:
-        self._connections += 1
-        try:
-            with connection, suppress(EOFError, OSError, TimeoutError):
-                connection.setblocking(False)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                await self._talk(_Client(connection, not self._password))
-        finally:
-            self._connections -= 1
+        with connection, suppress(EOFError, OSError, TimeoutError):
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await self._talk(_Client(connection, not self._password))
 
     async def _talk(self, client: _Client) -> None:
         """Answer commands until the connection ends, or sends what is refused."""
         try:
-            if self._connections > self._max_connections:
+            if len(self._clients) > self._max_clients:
                 raise ValueError("max number of clients reached")
             while await self._command(client):
                 pass
