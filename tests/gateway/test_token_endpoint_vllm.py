@@ -41,15 +41,17 @@ def vllm(
         yield AttachedWorker(id="a", url=server.url, load=load)
 
 
+@pytest.mark.parametrize("stream", [False, True])
 async def test_replies_of_a_real_vllm_are_equal_with_token_ids_and_with_text(
-    vllm: AttachedWorker,
+    vllm: AttachedWorker, stream: bool
 ) -> None:
+    more: dict[str, Any] = {"stream": stream, "max_tokens": 8, "temperature": 0}
+    if stream:
+        more["stream_options"] = {"include_usage": True}
     bodies: list[tuple[str, dict[str, Any]]] = []
-    for number, feature in enumerate(FEATURES * 2):  # each with another prompt, in two ways
-        path, prompt = PROMPTS[number % len(PROMPTS)]
-        more = {"stream": True, "stream_options": {"include_usage": True}}
-        body = {"max_tokens": 12, "temperature": 0, **prompt, **feature}
-        bodies.append((path, body | (more if number < len(FEATURES) else {})))
+    for number, feature in enumerate(FEATURES):  # each with another prompt
+        path, prompt = PROMPTS[(number + stream) % len(PROMPTS)]
+        bodies.append((path, {**more, **prompt, **feature}))
     bodies.append((COMPLETION, {"prompt": "too hot", "temperature": 9}))
     replies: dict[bool, list[Any]] = {}
     for as_tokens in (False, True):
@@ -57,7 +59,7 @@ async def test_replies_of_a_real_vllm_are_equal_with_token_ids_and_with_text(
             _,
             client,
         ):
-            salt = {"cache_salt": f"own-{as_tokens}"}
+            salt = {"cache_salt": f"own-{as_tokens}-{stream}"}
             replies[as_tokens] = [await ask(client, path, body | salt) for path, body in bodies]
             async with client.session.get(client.url + "/metrics") as response:
                 assert ("pigou_untokenized_tokens_total{" in await response.text()) is as_tokens
@@ -70,12 +72,13 @@ async def test_the_load_of_a_real_vllm_is_known_within_its_next_steps(vllm: Atta
         state, body = serving.plane_driver.plane.state, {"prompt": [7] * 9, "ignore_eos": True}
         await client.post(COMPLETION, **body, max_tokens=2)
         asked = [
-            asyncio.create_task(client.post(COMPLETION, **body, max_tokens=200)) for _ in range(5)
+            asyncio.create_task(client.post(COMPLETION, **body, max_tokens=40)) for _ in range(5)
         ]
         seen = set()
         while not all(task.done() for task in asked):
             seen.add(state.figures("a")["running"])
             await asyncio.sleep(0.01)
+        await asyncio.gather(*asked)
         assert 5 in seen
         await asyncio.sleep(0.1)
         assert state.figures("a")["running"] == 0, "also what an idle engine pushed last"
