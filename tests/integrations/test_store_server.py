@@ -280,3 +280,41 @@ def test_concurrent_values_of_one_name_are_never_mixed(tmp_path: Path) -> None:
         thread.join()
     assert not errors, errors[0]
     store.close()
+
+
+def test_quotas_hold_to_the_byte_under_load(tmp_path: Path) -> None:
+    quotas = {"alice": 0.00005, "bob": 0.00002}
+    options = [word for salt, gib in quotas.items() for word in ("--quota", f"{salt}={gib}")]
+    errors: list[BaseException] = []
+
+    def load(port: int, seed: int) -> None:
+        chance = np.random.default_rng(seed)
+        try:
+            redis = Redis(port)
+            for _ in range(60):
+                key = MP % b"%04x@%b" % (chance.integers(40), [b"alice", b"bob", b"c"][seed % 3])
+                size = int(chance.integers(1, 9000))
+                assert redis(b"SET", key, content(size, size)) == b"OK"
+                value = redis(b"GET", key)
+                assert value is None or value == content(len(value), len(value))
+        except BaseException as error:
+            errors.append(error)
+
+    with running(tmp_path, *options) as (port, metrics_port):
+        threads = [threading.Thread(target=load, args=(port, i)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics") as page:
+                for line in page.read().decode().splitlines():
+                    for salt, gib in quotas.items():
+                        if line.startswith(f'pigou_store_tenure_bytes{{salt="{salt}"}}'):
+                            assert float(line.split()[-1]) <= gib * 2**30
+            time.sleep(0.02)
+    assert not errors, errors[0]
+    store = PageStore([f"disk=400KiB@{tmp_path}"], "values", PAGE + ValueStore.HEAD_BYTES)
+    records = store._levels[0].store.entries()  # what lies on the disk
+    for salt, gib in quotas.items():
+        held = sum(bytes(row) == store._seeds(salt).digest for row in records.tenures)
+        assert 0 < held * store.page_bytes <= gib * 2**30
+    store.close()
