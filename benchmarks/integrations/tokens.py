@@ -25,7 +25,15 @@ import psutil
 
 from benchmarks.lib.peers import start_vllm
 from benchmarks.lib.rounds import shuffled_rounds
-from benchmarks.lib.servers import LOOPBACK, Server, available_cores, free_ports, machine, post_json
+from benchmarks.lib.servers import (
+    LOOPBACK,
+    Server,
+    available_cores,
+    free_ports,
+    machine,
+    post_json,
+    unwind_on_terminate,
+)
 from tools.make_random_checkpoint import Shape, write_checkpoint
 
 WORDS = ["road", "toll", "city", "cache", "price", "queue", "block", "token", "river", "worker"]
@@ -64,6 +72,7 @@ def main() -> None:
     for name, default in (("rounds", 6), ("requests", 12), ("prompt", 8000), ("output", 64)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
+    unwind_on_terminate()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = folder / "tiny"
