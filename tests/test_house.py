@@ -19,7 +19,7 @@ MAX_LINES, MIN_LINES = 700, 60
 MAX_PARAMETERS = 12
 MAX_FIELDS = 40
 MAX_FILES = 605  # of product and lab
-MAX_PRODUCT_LINES = 102_600  # aim 96,000 and 3,500 of integrations
+MAX_PRODUCT_LINES = 104_200  # aim 96,000 and 3,500 of integrations
 MAX_LAB_LINES = 13_500
 MIN_CODE_SHARE = 0.66
 MAX_SHORT_FILES = 0
@@ -34,18 +34,18 @@ BUDGETS = {
     "engine": 3_200,
     "games": 1_250,
     "performance": 1_910,  # aim 1,750
-    "control": 14_750,
-    "lifecycle": 750,
+    "control": 14_770,
+    "lifecycle": 770,
     "windows": 1_150,
     "cost diagnosis tracing": 3_450,  # aim 3,250
-    "wire text": 5_450,  # aim 5,000
-    "gateway": 10_050,  # aim 9,000
-    "worker": 8_550,
-    "runtime": 8_450,
+    "wire text": 5_670,  # aim 5,000
+    "gateway": 10_430,  # aim 9,000
+    "worker": 8_700,
+    "runtime": 8_970,
     "sim": 7_550,
-    "fleet": 10_950,
+    "fleet": 11_150,
     "integrations": 3_500,
-    "workload capacity report cli": 13_470,  # aim 12,250
+    "workload capacity report cli": 13_640,  # aim 12,250
 }
 #: Short files that are whole: entry points.
 MAY_BE_SHORT = {"__init__.py", "__main__.py"}

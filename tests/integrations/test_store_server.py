@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pigou.integrations.page_store import PageStore, ValueStore
 from pigou.integrations.store_server import tenure_of
+from pigou.runtime.stores.page_store import PageStore, ValueStore
 
 PAGE = 1024
 MP = b"llama/8b@01000100@0@%s"

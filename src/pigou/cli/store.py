@@ -45,8 +45,8 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 def store(config: StoreConfig) -> None:
     """Keep KV of other engines: a server with eviction by price, and quotas."""
-    from pigou.integrations.page_store import PageStore, ValueStore
     from pigou.integrations.store_server import StoreServer, serve
+    from pigou.runtime.stores.page_store import PageStore, ValueStore
 
     for port in (config.port, config.metrics_port):
         check_port(config.host, port)

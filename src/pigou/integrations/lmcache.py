@@ -15,8 +15,8 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
-from pigou.integrations.page_store import PageStore, ValueStore
 from pigou.registry import read_struct
+from pigou.runtime.stores.page_store import PageStore, ValueStore
 
 #: Version of LMCache that these classes are written for.
 SEAM = "lmcache 0.5"

@@ -16,9 +16,9 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from pigou.integrations.page_store import Page, PageStore
 from pigou.kv.block import Bytes
 from pigou.kv.tier_config import HOST, split_tier
+from pigou.runtime.stores.page_store import Page, PageStore
 
 _log = logging.getLogger(__name__)
 _KV = str(PoolName.KV)

@@ -16,9 +16,9 @@ from aiohttp import web
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 
-from pigou.integrations.page_store import PageStore, ValueStore
 from pigou.kv.block import Bytes
 from pigou.metric_rows import MetricSet, counter_family, gauge_family
+from pigou.runtime.stores.page_store import PageStore, ValueStore
 from pigou.stop_signals import StopSignals
 
 #: Longest key in bytes, most parts of a command, and bytes of all of them.

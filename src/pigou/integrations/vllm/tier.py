@@ -25,10 +25,10 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from pigou.config import ConfigError, check_fields, wrong
-from pigou.integrations.page_store import Page, PageStore
 from pigou.integrations.vllm.policy import GROUP_BYTES, SEAM, PigouPolicy, salt_of
 from pigou.kv.tier_config import uri_below
 from pigou.request import Ints
+from pigou.runtime.stores.page_store import Page, PageStore
 from pigou.runtime.stores.store import Bools
 
 log = logging.getLogger("vllm.pigou")

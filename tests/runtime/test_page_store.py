@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pigou.config import ConfigError
-from pigou.integrations.page_store import Page, PageStore
 from pigou.kv.block import Bytes
+from pigou.runtime.stores.page_store import Page, PageStore
 
 SIZE = 512
 LAYOUT = "llama/bf16/tp0"
@@ -452,7 +452,7 @@ def test_a_medium_that_fails_is_a_miss_and_is_tried_again(tmp_path: Path) -> Non
 
 def test_the_page_store_imports_neither_torch_nor_servers() -> None:
     code = (
-        "import sys, pigou.integrations.page_store; "
+        "import sys, pigou.runtime.stores.page_store; "
         "print(*{'torch', 'aiohttp', 'obstore'} & set(sys.modules))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == ""
