@@ -177,6 +177,7 @@ class Fleet:
             argv = [str(vllm_home() / "bin" / "vllm"), "serve", str(self.model), *engine]
             argv += ["--served-model-name", self.model.name, "--host", LOOPBACK]
             argv += ["--port", str(port), "--kv-events-config", events.config()]
+            argv += ["--enable-scale-out"]  # Pigou then sends token ids (docs/guide/vllm.md)
             server = Server(
                 argv, url=f"http://{LOOPBACK}:{port}", log=self.folder / f"{port}.log", env=env
             )

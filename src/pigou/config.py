@@ -17,7 +17,9 @@ import msgspec
 #: repeatable. `named`: NAME[,key=value]... `weights`: NAME=weight[,NAME=weight]...
 #: `entries`: NAME,key=value... (tiers: NAME=SIZE[@PLACE],key=value...), repeatable; each is a
 #: struct. `rate`: a number, or a text.
-Form = Literal["plain", "size", "seconds", "numbers", "named", "weights", "entries", "rate", "file"]
+Form = Literal[
+    "plain", "size", "sizes", "seconds", "numbers", "named", "weights", "entries", "rate", "file"
+]  # fmt: skip
 #: Heading of options that belong to no group; it comes last.
 OTHER_OPTIONS = "Options"
 _EXTRA = "option"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import typer
 
-from pigou.cli.option_values import named
+from pigou.cli.option_values import named, sizes
 from pigou.config import ConfigError
 from pigou.kv.tier_config import format_size, parse_size
 
@@ -39,3 +40,12 @@ def test_what_is_no_size_is_refused() -> None:
 @pytest.mark.parametrize("size", [0, 7, 1536, 2**20, 3 * 2**30])
 def test_a_size_is_written_as_it_is_read(size: int) -> None:
     assert parse_size(format_size(size)) == size
+
+
+def test_sizes_by_name_are_bytes() -> None:
+    assert sizes("--quota", ["alice=2KiB", "a=b==3M"]) == {"alice": 2048, "a=b=": 3 << 20}
+    for wrong in ("alice", "=2KiB"):
+        with pytest.raises(typer.BadParameter, match="NAME=SIZE"):
+            sizes("--quota", [wrong])
+    with pytest.raises(ConfigError, match="no size"):
+        sizes("--quota", ["alice=many"])

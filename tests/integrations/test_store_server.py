@@ -86,7 +86,7 @@ def metric(port: int, name: str) -> float:
 @pytest.fixture(scope="module")
 def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]]:
     folder = tmp_path_factory.mktemp("store")
-    with running(folder, "--quota", "alice=0.00005", "--connections", "4") as both:
+    with running(folder, "--quota", "alice=52KiB", "--connections", "4") as both:
         yield both
 
 
@@ -283,8 +283,8 @@ def test_concurrent_values_of_one_name_are_never_mixed(tmp_path: Path) -> None:
 
 
 def test_quotas_hold_to_the_byte_under_load(tmp_path: Path) -> None:
-    quotas = {"alice": 0.00005, "bob": 0.00002}
-    options = [word for salt, gib in quotas.items() for word in ("--quota", f"{salt}={gib}")]
+    quotas = {"alice": 53_000, "bob": 21_000}
+    options = [word for salt, quota in quotas.items() for word in ("--quota", f"{salt}={quota}")]
     errors: list[BaseException] = []
 
     def load(port: int, seed: int) -> None:
@@ -307,14 +307,14 @@ def test_quotas_hold_to_the_byte_under_load(tmp_path: Path) -> None:
         while any(thread.is_alive() for thread in threads):
             with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics") as page:
                 for line in page.read().decode().splitlines():
-                    for salt, gib in quotas.items():
+                    for salt, quota in quotas.items():
                         if line.startswith(f'pigou_store_tenure_bytes{{salt="{salt}"}}'):
-                            assert float(line.split()[-1]) <= gib * 2**30
+                            assert float(line.split()[-1]) <= quota
             time.sleep(0.02)
     assert not errors, errors[0]
     store = PageStore([f"disk=400KiB@{tmp_path}"], "values", PAGE + ValueStore.HEAD_BYTES)
     records = store._levels[0].store.entries()  # what lies on the disk
-    for salt, gib in quotas.items():
+    for salt, quota in quotas.items():
         held = sum(bytes(row) == store._seeds(salt).digest for row in records.tenures)
-        assert 0 < held * store.page_bytes <= gib * 2**30
+        assert 0 < held * store.page_bytes <= quota
     store.close()

@@ -31,6 +31,7 @@ from pigou.cli.option_values import (
     number_or_text,
     numbers,
     read_part,
+    sizes,
 )
 from pigou.config import OTHER_OPTIONS, ConfigError, Option, RunError, check_all, option_of, wrong
 from pigou.kv.tier_config import TierOption, format_size, parse_size, split_tier
@@ -283,7 +284,7 @@ class ConfigOption:
     @property
     def repeatable(self) -> bool:
         """Whether it may be given several times."""
-        return self.option.form in ("numbers", "entries") or get_origin(self.kind) is tuple
+        return self.option.form in ("numbers", "sizes", "entries") or get_origin(self.kind) is tuple
 
     def _typed(self) -> Any:
         if self.repeatable:
@@ -326,8 +327,8 @@ class ConfigOption:
             values[name] = nanoseconds(flag, typed)
         elif form == "rate":
             values[name] = typed if typed is None else number_or_text(typed)
-        elif form == "numbers":
-            values[name] = numbers(flag, typed or [])
+        elif form in ("numbers", "sizes"):
+            values[name] = (numbers if form == "numbers" else sizes)(flag, typed or [])
         elif form in ("weights", "file"):
             values[name] = self._mapping(typed) if typed else {}
         elif form == "named":

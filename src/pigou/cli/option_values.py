@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 from pigou.config import ConfigError, RunError
+from pigou.kv.tier_config import parse_size
 from pigou.request import SECOND
 from pigou.small_file import read_json
 
@@ -46,6 +47,17 @@ def numbers(option: str, items: Sequence[str]) -> dict[str, float]:
             equals = ""
         if not name or not equals:
             raise typer.BadParameter(f"{option} {item!r} is not NAME=NUMBER")
+    return values
+
+
+def sizes(option: str, items: Sequence[str]) -> dict[str, int]:
+    """Parse repeated `NAME=SIZE` values to bytes; names may contain "="."""
+    values: dict[str, int] = {}
+    for item in items:
+        name, equals, value = item.rpartition("=")
+        if not name or not equals:
+            raise typer.BadParameter(f"{option} {item!r} is not NAME=SIZE, as alice=20GiB")
+        values[name] = parse_size(value)
     return values
 
 

@@ -20,9 +20,9 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         "Tier, nearest first: NAME=SIZE[@PLACE][,policy=price], as host=8GiB or "
         "disk=1TiB@/DIR. Repeatable.", "Storage", name="tier", form="entries",
     )]  # fmt: skip
-    quotas: Annotated[dict[str, float], option(
-        "GiB that a cache salt may hold: SALT=GIB. Repeatable.", "Storage", name="quota",
-        form="numbers",
+    quotas: Annotated[dict[str, int], option(
+        "Quota of a cache salt: SALT=SIZE, as alice=20GiB. Repeatable.", "Storage", name="quota",
+        form="sizes",
     )] = {}  # fmt: skip
     default_quota: Annotated[
         int, option("Quota of other salts, as 5GiB; 0 for none.", "Storage", form="size")
@@ -52,7 +52,7 @@ def store(config: StoreConfig) -> None:
         check_port(config.host, port)
     pages = PageStore(
         config.tiers, "values", config.page + ValueStore.HEAD_BYTES,
-        quotas={salt: int(gib * 2**30) for salt, gib in config.quotas.items()},
+        quotas=config.quotas,
         default_quota=config.default_quota or None,
     )  # fmt: skip
     values = ValueStore(pages, config.max_value)
