@@ -146,7 +146,7 @@ def _field_names(node: ast.ClassDef) -> list[str]:
 
 def _message_fields(text: str, name: str) -> list[str] | None:
     """Return the fields of a message in a generated `_pb2` file."""
-    from google.protobuf.descriptor_pb2 import FileDescriptorProto  # type: ignore[import-untyped]
+    from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, bytes):
