@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from pigou.background import Background
 from pigou.control.journal import JournalEntry, JournalRecorder, PlaneCalls, report_tokens
 from pigou.control.messages import (
@@ -110,6 +112,7 @@ class PlaneDriver:
             plane if journal is None else JournalRecorder(plane, journal.write)
         )
         self.upstreams: dict[str, Upstream] = {}  # live workers by id
+        self._computes_locally = True  # False if decode workers compute no prompts, as SGLang's
         self.limits = EngineLimiter(self.background, self._resize)
         self.joining = asyncio.Lock()  # while a worker is compared with the others, and comes up
         self._hosts: dict[str, str] = {}  # by worker, former workers included
@@ -181,6 +184,7 @@ class PlaneDriver:
                 await upstream.close()
                 raise
         self.upstreams[worker.id] = upstream
+        self._note_engines()
         self._hosts[worker.id] = worker.location.host
         self.observe(WorkerUp(worker))
         self.limits.up(upstream)
@@ -188,6 +192,7 @@ class PlaneDriver:
     async def down(self, worker: str, end: WorkerEnd = WorkerEnd.LOST) -> None:
         """Remove a worker, and cut its connections so that its requests migrate."""
         upstream = self.upstreams.pop(worker, None)
+        self._note_engines()
         self.limits.down(worker)
         self.observe(WorkerDown(worker))
         if upstream is not None:
@@ -197,8 +202,15 @@ class PlaneDriver:
         """Change a worker's role; connections and cache stay."""
         upstream = self.upstreams[worker]
         upstream.worker = replace(upstream.worker, role=role)
+        self._note_engines()
         self.observe(WorkerUp(upstream.worker))
         self.limits.follow(worker)
+
+    def _note_engines(self) -> None:
+        ups = self.upstreams.values()
+        self._computes_locally = not any(
+            up.engine.family == "sglang" and up.worker.role is Role.DECODE for up in ups
+        )
 
     def _resize(self, upstream: Upstream, max_seqs: int) -> None:
         """Tell the plane how many streams a worker takes from now on."""
@@ -241,12 +253,6 @@ class PlaneDriver:
         others = [w for w in ups if w.role.decodes and w.id not in failed | near | draining]
         return failed | near if others else failed
 
-    @property
-    def computes_locally(self) -> bool:
-        """False if decode workers compute no prompts, as SGLang's."""
-        ups = self.upstreams.values()
-        return not any(up.engine.family == "sglang" and up.worker.role is Role.DECODE for up in ups)
-
     def serving(self, adapter: str) -> frozenset[str]:
         """Return the ids of workers with an adapter."""
         ups = self.upstreams.values()
@@ -255,6 +261,8 @@ class PlaneDriver:
     async def decide(self, request: Request, exclude: frozenset[str]) -> Route | Shed:
         """Submit a request; return its route or refusal; raise `ConfigError`."""
         start = time.monotonic_ns()
+        if not self._computes_locally:
+            request = msgspec.structs.replace(request, local=False)
         self.repeated.arrive(request.id, prompt_key(request), start / SECOND)
         decision = self._recorded.submit(request, start, exclude)
         self.timed((time.monotonic_ns() - start) / SECOND)

@@ -228,9 +228,7 @@ class GatewayRun:
         """Trace id; empty without a trace."""
         return "" if self.trace is None else self.trace.context.trace_id
 
-    def request(
-        self, generated: int = 0, eligible: frozenset[str] = frozenset(), *, local: bool = True
-    ) -> Request:
+    def request(self, generated: int = 0, eligible: frozenset[str] = frozenset()) -> Request:
         """Return the request for ControlPlane, with `generated` tokens in its prompt."""
         parsed = self.parsed
         wanted = parsed.deadline_ms
@@ -246,7 +244,6 @@ class GatewayRun:
             overrides=parsed.overrides,
             streamed=parsed.stream,
             splits=parsed.splits,
-            local=local,
             sequences=parsed.sequences,
             group=parsed.group,
             held=self.held,

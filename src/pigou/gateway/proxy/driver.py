@@ -103,9 +103,7 @@ class RequestDriver(ABC):
         self._refusal: APIError | None = None
         self._end: EndRequest | None = None
         self._awaiting: asyncio.Task[object] | None = None  # a step that may be broken off
-        self._concurrent_prefill: asyncio.Task[None] | None = (
-            None  # prefill leg beside the decode leg
-        )
+        self._concurrent_prefill: asyncio.Task[None] | None = None  # beside the decode leg
         self._interrupted: Effects = ()
 
     async def drive(self) -> bytes:
@@ -294,9 +292,7 @@ class RequestDriver(ABC):
         if parsed.adapter and not eligible:
             raise unknown_model(parsed.adapter)
         try:
-            local = plane_driver.computes_locally
-            request = run.request(step.tokens, eligible, local=local)
-            decision = await plane_driver.decide(request, exclude)
+            decision = await plane_driver.decide(run.request(step.tokens, eligible), exclude)
         except ConfigError as error:
             raise overrides_refused(error) from error
         self._metrics.stages.queue_wait.observe((time.monotonic_ns() - start_ns) / SECOND)
