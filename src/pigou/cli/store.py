@@ -46,21 +46,19 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 def store(config: StoreConfig) -> None:
     """Keep KV of other engines: a server with eviction by price, and quotas."""
     from pigou.integrations.store_server import StoreServer, serve
-    from pigou.runtime.stores.page_store import PageStore, ValueStore
+    from pigou.runtime.stores.page_store import ValueStore
 
     for port in (config.port, config.metrics_port):
         check_port(config.host, port)
-    pages = PageStore(
-        config.tiers, "values", config.page + ValueStore.HEAD_BYTES,
-        quotas=config.quotas,
-        default_quota=config.default_quota or None,
+    values = ValueStore.open(
+        config.tiers, config.page, config.max_value,
+        quotas=config.quotas, default_quota=config.default_quota or None,
     )  # fmt: skip
-    values = ValueStore(pages, config.max_value)
     server = StoreServer(values, config.password, config.connections, config.buffers)
     try:
-        asyncio.run(serve(server, pages, config.host, (config.port, config.metrics_port)))
+        asyncio.run(serve(server, values.store, config.host, (config.port, config.metrics_port)))
     except OSError as error:
         typer.echo(f"pigou store: {error}", err=True)
         raise typer.Exit(1) from None
     finally:
-        pages.close()
+        values.store.close()

@@ -53,6 +53,7 @@ from pigou.integrations.reply_accounting import PickedRequest
 from pigou.request import SECOND
 from pigou.wire.errors import DECODING_ERRORS, APIError
 from pigou.wire.fleet_secret import TENANT
+from pigou.wire.names import url_host
 from pigou.wire.openai_requests import without_bom
 from pigou.wire.request_validation import REQUEST_ID_HEADER
 from pigou.wire.request_validation import request_id as wire_id
@@ -350,8 +351,7 @@ async def _address(url: str) -> str:
     except OSError as error:
         _log.warning("%s cannot be picked: its host has no address (%s)", url, error)
         return ""
-    address = str(infos[0][4][0])
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    return f"{url_host(str(infos[0][4][0]))}:{port}"
 
 
 async def _send_all(send: Send, responses: list[pb.ProcessingResponse]) -> None:

@@ -21,6 +21,7 @@ from pigou.gateway.startup_shutdown import StageListener
 from pigou.integrations.endpoint_picker import EndpointPicker
 from pigou.integrations.endpoint_pools import EndpointPool, PoolFollower
 from pigou.integrations.epp_config import EppConfig, certificate
+from pigou.wire.names import url_host
 
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 #: Services of the health check that follow readiness, and those of the process alone.
@@ -75,10 +76,7 @@ class PickerServing(Serving):
         )
         health = grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check})
         server.add_generic_rpc_handlers((health,))
-        address = (
-            f"[{self._epp.listen_host}]" if ":" in self._epp.listen_host else self._epp.listen_host
-        )
-        address += f":{self._epp.listen_port}"
+        address = f"{url_host(self._epp.listen_host)}:{self._epp.listen_port}"
         try:
             if self._epp.plaintext:
                 self.epp_port = server.add_insecure_port(address)

@@ -16,7 +16,7 @@ from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInter
 from lmcache.v1.platform import create_event_notifier
 
 from pigou.registry import read_struct
-from pigou.runtime.stores.page_store import PageStore, ValueStore
+from pigou.runtime.stores.page_store import ValueStore
 
 #: Version of LMCache that these classes are written for.
 SEAM = "lmcache 0.5"
@@ -35,14 +35,10 @@ class L2Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def open(self) -> ValueStore:
         """Open the tiers; raises ConfigError."""
-        pages = PageStore(
-            self.tiers,
-            "values",
-            self.page + ValueStore.HEAD_BYTES,
-            quotas=self.quotas,
-            default_quota=self.default_quota,
-        )
-        return ValueStore(pages, self.max_value)
+        return ValueStore.open(
+            self.tiers, self.page, self.max_value,
+            quotas=self.quotas, default_quota=self.default_quota,
+        )  # fmt: skip
 
 
 class PigouL2(L2AdapterInterface):  # type: ignore[misc]

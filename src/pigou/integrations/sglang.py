@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from pigou.kv.block import Bytes
-from pigou.kv.tier_config import HOST, split_tier
+from pigou.kv.tier_config import uri_below
 from pigou.runtime.stores.page_store import Page, PageStore
 
 _log = logging.getLogger(__name__)
@@ -59,16 +59,16 @@ class _Pool:
         for row, tensor in zip(data, tensors, strict=True):
             flat = tensor.contiguous()
             row[:] = _bytes_of(flat)
-        return [
-            bool(held)
-            for held in self.store.put(pages, data, np.arange(len(pages), dtype=np.int32))
-        ]
+        held: list[bool] = self.store.put(
+            pages, data, np.arange(len(pages), dtype=np.int32)
+        ).tolist()
+        return held
 
     def read(self, pages: Sequence[Page]) -> tuple[Bytes, list[bool]]:
         """Return the pages' bytes, one a row, and which are right."""
         out = np.empty((len(pages), self.store.page_bytes), dtype=np.uint8)
         good = self.store.get(pages, out, np.arange(len(pages), dtype=np.int32))
-        return out, [bool(right) for right in good]
+        return out, good.tolist()
 
     def move(self, pages: Sequence[Page], indices: Any, *, read: bool) -> list[bool]:
         """Read pages to, or write them from, the host pool; return which are there."""
@@ -126,7 +126,7 @@ class PigouStorage(HiCacheStorage):
         shape = [str(getattr(pool, field, None)) for field in _SHAPE]
         shard = [getattr(ranks, field, None) for field in _SHARD]
         rank = f"tp{ranks.tp_rank}-pp{ranks.pp_rank}-cp{ranks.attn_cp_rank}-dp{ranks.dp_rank}"
-        own = [_placed(tier, f"{rank}-{name}") for tier in tiers]
+        own = [uri_below(tier, f"{rank}-{name}") for tier in tiers]  # one process owns a folder
         layout = repr((ranks.model_name, name, shape, shard))
         self._pools[name] = _Pool(pool, layout, own, self.config.prefill_tokens_per_s)
 
@@ -253,12 +253,6 @@ def _bytes_of(tensor: Any) -> Bytes:
     """Return the memory of a contiguous tensor, which must outlive it."""
     size = tensor.numel() * tensor.element_size()
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(tensor.data_ptr()))
-
-
-def _placed(tier: str, folder: str) -> str:
-    """Return a tier with a folder of its own: one process owns it."""
-    name, size, uri, rest = split_tier(tier)
-    return tier if name == HOST or not uri else f"{name}={size}@{uri.rstrip('/')}/{folder}{rest}"
 
 
 def _pages(keys: Sequence[str], extra_info: Any) -> list[Page]:

@@ -156,7 +156,7 @@ class SegmentCache:
 
 def _read(folder: Path) -> Tokenizer:
     text = read_tokenizer(folder)
-    backend = Backend.from_str(text)
+    backend, pipeline = Backend.from_str(text), parse_json(text.encode())
     backend.no_truncation()
     backend.no_padding()
     settings = read_object(folder / "tokenizer_config.json")
@@ -166,7 +166,7 @@ def _read(folder: Path) -> Tokenizer:
     words = vocabulary(
         backend.get_vocab(with_added_tokens=True),
         {index for index, token in backend.get_added_tokens_decoder().items() if token.special},
-        parse_json(text.encode()).get("decoder"),
+        pipeline.get("decoder"),
         partial(backend.decode, skip_special_tokens=False),
     )
     eos = end_tokens(
@@ -192,5 +192,5 @@ def _read(folder: Path) -> Tokenizer:
         templates=templates,
         generation=generation,
         control=ControlTokens(backend, eos),
-        segments=SegmentCache.of(backend, parse_json(text.encode())),
+        segments=SegmentCache.of(backend, pipeline),
     )

@@ -483,6 +483,16 @@ class ValueStore:
         check_bounds("max_bytes", max_bytes, ge=1, lt=2**40)
         self.store, self.max_bytes = store, max_bytes
 
+    @classmethod
+    def open(
+        cls, tiers: Sequence[str | StoreTier], page: int, max_bytes: int, *,
+        quotas: Mapping[str, int] | None = None, default_quota: int | None = None,
+    ) -> ValueStore:  # fmt: skip
+        """Open tiers of pages that take `page` bytes of a value; raises ConfigError."""
+        size = page + cls.HEAD_BYTES
+        pages = PageStore(tiers, "values", size, quotas=quotas, default_quota=default_quota)
+        return cls(pages, max_bytes)
+
     def frame(self) -> Bytes:
         """Return a buffer for one value."""
         return np.empty((self._count(self.max_bytes), self.store.page_bytes), dtype=np.uint8)
@@ -520,9 +530,10 @@ class ValueStore:
 
     def delete(self, name: bytes, tenure: str) -> bool:
         """Delete a value; return whether it was held."""
-        return self.has(name, tenure) and (
-            self.store.drop(self._head(name, tenure, self.frame())[1]) > 0
-        )
+        if not self.has(name, tenure):
+            return False
+        head = np.empty((1, self.store.page_bytes), dtype=np.uint8)
+        return self.store.drop(self._head(name, tenure, head)[1]) > 0
 
     def _head(self, name: bytes, tenure: str, frame: Bytes) -> tuple[int, list[Page]]:
         """Read a value's first page; return its size and pages."""
