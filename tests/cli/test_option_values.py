@@ -7,7 +7,7 @@ import typer
 
 from pigou.cli.option_values import named, sizes
 from pigou.config import ConfigError
-from pigou.kv.tier_config import format_size, parse_size
+from pigou.kv.tier_config import format_size, parse_size, uri_below
 
 
 def test_numbers_are_numbers_and_words_are_words() -> None:
@@ -49,3 +49,10 @@ def test_sizes_by_name_are_bytes() -> None:
             sizes("--quota", [wrong])
     with pytest.raises(ConfigError, match="no size"):
         sizes("--quota", ["alice=many"])
+
+
+def test_a_folder_of_a_tier_goes_before_its_query_and_options() -> None:
+    bucket = "bucket=1GiB@s3://B/P/?endpoint=http://h:1,policy=lru"
+    assert uri_below(bucket, "tp0") == "bucket=1GiB@s3://B/P/tp0?endpoint=http://h:1,policy=lru"
+    assert uri_below("disk=1GiB@/d", "tp0") == "disk=1GiB@/d/tp0"
+    assert uri_below("host=1GiB", "tp0") == "host=1GiB"

@@ -12,11 +12,12 @@ from tests.fleet.harness import WATCH, Client, attached, running, text, until
 from tests.fleet.sglang_stub import BOOTSTRAP, BOOTSTRAP_PORT, SglangStub
 from tests.gateway.stub import BASE, Script, Stub, whole_text
 
+from pigou.control.messages import Route
 from pigou.fleet.config import AttachedWorker, FleetError
 from pigou.fleet.member import check_fit
 from pigou.fleet.probe import EventSource, probe
 from pigou.gateway.proxy.upstream import Engine
-from pigou.request import Role
+from pigou.request import FinishReason, Request, Role
 
 EVENTS = {
     "publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "topic": "",
@@ -101,7 +102,7 @@ class Pair:
             AttachedWorker(id=stub.name, url=stub.url, role=Role(stub.mode)) for stub in self.stubs
         )
         self._fleet = running(0, 0, 0, attach=workers, watch=WATCH, template=None)
-        _, client = await self._fleet.__aenter__()
+        self.serving, client = await self._fleet.__aenter__()
         await until(client, lambda rows: all(row["state"] == "up" for row in rows.values()))
         return client
 
@@ -109,6 +110,18 @@ class Pair:
         await self._fleet.__aexit__(None, None, None)
         for runner in self._runners:
             await runner.cleanup()
+
+
+async def test_no_driver_has_a_prompt_computed_where_sglang_decodes() -> None:
+    fleet = Pair(Script(), Script())
+    async with fleet:
+        driver = fleet.serving.plane_driver
+        for number, prompt in enumerate((1, 5, 2000)):  # below a block, too
+            id = f"picked-{number}"
+            route = await driver.decide(Request(id, prompt, max_tokens=4), frozenset())
+            assert isinstance(route, Route)
+            assert (route.choice.prefill, route.choice.decode) == ("w0", "w1")
+            driver.end(id, FinishReason.ABORT)
 
 
 @pytest.mark.parametrize("stream", [False, True])
