@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,26 @@ from tests.e2e.conftest import REAL
 from tests.e2e.fleet import Fleet
 
 from pigou.wire.prefill_decode_legs import leg_two
+from tools.make_random_checkpoint import Shape, write_checkpoint
 
 NAMES = ["both-0", "both-1"]
 #: Turns about, so that the second asked for a prompt is not the one that has it.
 TURNS = {"policy": "round-robin"}
+
+
+#: Prefill of a prompt below takes about 200 ms, so that reading pays on any machine: 5 ms before
+#: the first measured read.
+SHAPE = Shape(
+    hidden=256, layers=4, heads=4, kv_heads=2, head_dim=16, ffn=1024, vocab=1024, max_len=2048
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose prompts cost far more to compute than to read."""
+    folder = tmp_path_factory.mktemp("peers") / "tiny"
+    write_checkpoint(folder, SHAPE, dtype="float32")
+    return folder
 
 
 def body(seed: int, tokens: int = 1500) -> dict[str, Any]:
