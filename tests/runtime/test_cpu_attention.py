@@ -17,7 +17,7 @@ from pigou.runtime.attention.batch import make_batch
 from pigou.runtime.attention.cpu_attention import CPUAttention
 from pigou.runtime.attention.kv_cache import KVCache, make_layout
 from pigou.runtime.attention.paged_attention import HeadNorm, PagedAttention
-from pigou.runtime.models.decoder import Linear
+from pigou.runtime.models.linear import Linear
 from pigou.runtime.models.model_config import ModelConfig, parse_config
 from pigou.runtime.ops import KernelOps, TorchOps
 from pigou.runtime.simd import exponential
