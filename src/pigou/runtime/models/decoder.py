@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +61,7 @@ def load_decoder(config: ModelConfig, weights: Weights, ops: Ops) -> Decoder:
     return Decoder(
         config=config,
         embedding=embedding,
-        layers=[load_layer(index, config, weights) for index in range(config.layers)],
+        layers=[load_layer(index, config, weights, ops) for index in range(config.layers)],
         norm=weights.take("model.norm.weight", config.hidden),
         head=Linear(head),
         ops=ops,
@@ -106,8 +107,7 @@ class Layer:
     qkv: Linear
     head_norm: HeadNorm | None
     output: Linear
-    gate_up: Linear
-    down: Linear
+    mlp: Callable[[Tensor], Tensor]  # (tokens, hidden) to (tokens, hidden)
 
     def __call__(self, x: Tensor, residual: Tensor, attention: PagedAttention, ops: Ops) -> Tensor:
         """Add x (tokens, hidden) to `residual` in place; return the layer's own output."""
@@ -123,10 +123,23 @@ class Layer:
     def feed(self, attended: Tensor, residual: Tensor, ops: Ops) -> Tensor:
         """Run the rest of the layer on tokens whose residual stream is given."""
         normed = ops.add_norm(self.output(attended), residual, self.before_mlp, self.eps)
-        return self.down(ops.gate(self.gate_up(normed)))
+        return self.mlp(normed)
 
 
-def load_layer(index: int, config: ModelConfig, weights: Weights) -> Layer:
+@dataclass(slots=True)
+class GatedMLP:
+    """Down projection of silu(gate) * up."""
+
+    gate_up: Linear
+    down: Linear
+    ops: Ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return shape (rows, hidden) for x (rows, hidden)."""
+        return self.down(self.ops.gate(self.gate_up(x)))
+
+
+def load_layer(index: int, config: ModelConfig, weights: Weights, ops: Ops) -> Layer:
     """Load a layer's tensors, by Hugging Face names; raises ModelError on a mismatch."""
     prefix = f"model.layers.{index}."
     loader = _Loader(weights, prefix)
@@ -148,10 +161,13 @@ def load_layer(index: int, config: ModelConfig, weights: Weights) -> Layer:
         qkv=loader.fused("self_attn", attention, hidden, config.qkv_bias),
         head_norm=head_norm,
         output=loader.fused("self_attn", {"o_proj": hidden}, queries, config.output_bias),
-        gate_up=loader.fused(
-            "mlp", {"gate_proj": config.ffn, "up_proj": config.ffn}, hidden, config.mlp_bias
+        mlp=GatedMLP(
+            gate_up=loader.fused(
+                "mlp", {"gate_proj": config.ffn, "up_proj": config.ffn}, hidden, config.mlp_bias
+            ),
+            down=loader.fused("mlp", {"down_proj": hidden}, config.ffn, config.mlp_bias),
+            ops=ops,
         ),
-        down=loader.fused("mlp", {"down_proj": hidden}, config.ffn, config.mlp_bias),
     )
 
 
