@@ -275,13 +275,17 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     # make them preempt one another; 0 is what vLLM does.
     headroom: int = 1
     eviction: EvictionConfig | None = None  # token eviction from running requests; None for none
+    max_loras: int = 0  # most LoRA adapters (`Request.model`) that compute at once; 0 for none
 
     def __post_init__(self) -> None:
         check_fields(
             self, "blocks", "block_size", "max_seqs", "max_batched_tokens", "max_model_len",
             "max_repeat", ge=1,
         )  # fmt: skip
-        check_fields(self, "host_blocks", "max_waiting", "headroom", "max_background_tokens", ge=0)
+        check_fields(
+            self, "host_blocks", "max_waiting", "headroom", "max_background_tokens", "max_loras",
+            ge=0,
+        )  # fmt: skip
         if self.eviction is not None:
             self.eviction.check_interval(self.block_size)
         if self.max_background_tokens and self.order != "priority":

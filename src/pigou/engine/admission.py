@@ -40,6 +40,8 @@ def admit(state: EngineState, seq: Sequence, builder: ScheduleBuilder) -> bool:
     state.queue.pop()
     shared = len(fit.shared)
     row = state.rows.take_slot(seq, fit.computed, fit.total, shared)
+    if state.adapters is not None:
+        state.adapters.enter(seq.request.model)
     table = state.rows.tables[row]
     if shared:
         state.pool.take(fit.shared, table[:shared])

@@ -97,6 +97,8 @@ class EngineCore:
         if seq.state is SequenceState.WAITING:
             state.queue.remove(seq)
             state.forget(seq)
+            if state.adapters is not None:
+                state.adapters.assign()
         elif seq.state is SequenceState.LOADING:
             blocks = state.rows.blocks.item(seq.row)
             state.draining[request] = state.pin_row(seq, blocks)
@@ -116,6 +118,8 @@ class EngineCore:
         if offload is not None:
             offload.offer_pending(self._state.unix_ns)
         plan, self._ahead = self._scheduler.schedule(now, horizon)
+        if self._state.adapters is not None:
+            plan.adapters, self._state.adapters.loads = self._state.adapters.loads, []
         if offload is not None:
             plan.loads += offload.take_loads()
             plan.moves = offload.tiers.drain()
@@ -143,6 +147,20 @@ class EngineCore:
         """
         finish_load(self._state, request, int(tokens), failed)
         return self._state.flush(Effects())
+
+    def adapter_loaded(self, adapter: str, good: bool = True) -> Effects:
+        """End a plan's `AdapterLoad`; requests that wait for one which failed end with an error."""
+        state = self._state
+        assert state.adapters is not None, "without slots nothing is loaded"
+        ended = Effects()
+        for seq in [] if good else [s for s in state.queue if s.request.model == adapter]:
+            del state.sequences[seq.request.id]
+            state.queue.remove(seq)
+            state.forget(seq)
+            ended.finished.append(state.finished(seq, FinishReason.ERROR))
+        state.adapters.loaded(adapter, good)
+        state.queue.unpark(adapter)
+        return state.flush(ended)
 
     def on_transfer_done(self, move: int, good: Items[bool]) -> Effects:
         """End a plan's move; `good` says which blocks arrived. Raises ValueError if unknown."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -44,6 +45,13 @@ class Load(msgspec.Struct, frozen=True):
     tiers: Ints = _NONE
     # hashes of the restored blocks, shape (n, 2); empty where another worker offers them.
     hashes: BlockHashes = msgspec.field(default_factory=no_hashes)
+
+
+class AdapterLoad(NamedTuple):
+    """A LoRA adapter to copy to a slot of the device, answered by `EngineCore.adapter_loaded`."""
+
+    adapter: str  # `Request.model`
+    slot: int
 
 
 class Compaction(msgspec.Struct, frozen=True):
@@ -98,6 +106,7 @@ class Plan(msgspec.Struct):
     copies: Ints = _NO_PAIRS  # device block to device block (copy-on-write), shape (m, 2)
     swap_in: Ints = _NO_PAIRS  # host block to device block, shape (m, 2)
     loads: list[Load] = []
+    adapters: list[AdapterLoad] = []
     # blocks to be copied to or between tiers, and to be deleted there, in order and off the step's
     # path; those with a number are answered with `EngineCore.on_transfer_done`.
     moves: list[Move] = []

@@ -339,6 +339,10 @@ class Scheduler:
                 break
             if builder.ranked and prefill_room(builder, head) == 0:
                 break
+            adapter = head.request.model
+            if adapter and state.adapters is not None and not state.adapters.admits(adapter):
+                state.queue.park()
+                continue
             if not admit(state, head, builder):
                 state.blocked = head
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from enum import Enum, auto
 from heapq import heappop, heappush
@@ -94,6 +95,8 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int, int], Sequence]] = []
         self._present: set[Sequence] = set()
+        self._parked: dict[str, list[Sequence]] = {}  # by adapter that is not loaded
+        self.adapters: Counter[str] = Counter()  # sequences by adapter
 
     def __len__(self) -> int:
         return len(self._present)
@@ -105,6 +108,17 @@ class WaitingQueue:
         """Add a sequence; keys are unique."""
         heappush(self._heap, (seq.key, seq))
         self._present.add(seq)
+        self.adapters[seq.request.model] += 1
+
+    def park(self) -> None:
+        """Pass over the next sequence until its adapter is loaded."""
+        _, seq = heappop(self._heap)
+        self._parked.setdefault(seq.request.model, []).append(seq)
+
+    def unpark(self, adapter: str) -> None:
+        """Put an adapter's sequences back in order."""
+        for seq in self._parked.pop(adapter, ()):
+            heappush(self._heap, (seq.key, seq))
 
     def head(self) -> Sequence | None:
         """Return the next sequence, or None."""
@@ -120,12 +134,13 @@ class WaitingQueue:
         seq = self.head()
         assert seq is not None, "nobody waits"
         heappop(self._heap)
-        self._present.remove(seq)
+        self.remove(seq)
         return seq
 
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence from anywhere in the queue."""
         self._present.remove(seq)
+        self.adapters[seq.request.model] -= 1
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._present)

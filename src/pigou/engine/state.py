@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from pigou.config import EngineConfig, EvictionConfig, check_bounds
+from pigou.engine.adapters import AdapterSlots
 from pigou.engine.block_table import WORK_ROWS, Rows, remove_row
 from pigou.engine.kv_offload import KVOffloadConnector
 from pigou.engine.plan import Effects, Finished, Rates, Started
@@ -106,6 +107,12 @@ class EngineState:
         self.host = HostPool(config.host_blocks)
         self.rows = Rows(config)
         self.queue = WaitingQueue()
+        #: Slots of LoRA adapters; None where `Request.model` does not matter.
+        self.adapters: AdapterSlots | None = None
+        if config.max_loras:
+            patience = max(1, config.max_seqs // config.max_loras)
+            waiting = self.queue.adapters
+            self.adapters = AdapterSlots(config.max_loras, patience, lambda name: waiting[name] > 0)
         self.rates: Rates | None = None
         #: The time of the last plan, in nanoseconds since 1970.
         self.unix_ns = 0
@@ -171,6 +178,8 @@ class EngineState:
             self.scores.clear(seq.row)
         self.rows.free_slot(seq)
         self.blocked = None
+        if self.adapters is not None:
+            self.adapters.leave(seq.request.model)
 
     # --- blocks -----------------------------------------------------------------------------
 
