@@ -1,16 +1,24 @@
-"""Group: the ranks (processes) of one worker, and their collectives."""
+"""Group: the ranks (processes) of one worker, their collectives, and each one's part of a model."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from pigou.kv.resharding import heads_of_rank
+from pigou.models import ModelError
+from pigou.runtime.models.decoder import Decoder, GatedMLP
+from pigou.runtime.models.linear import Linear, Product
+from pigou.runtime.models.model_config import ModelConfig
+from pigou.runtime.models.weights import Part
 
 #: Longest wait of a collective; it covers the compilation of kernels in a cold cache.
 TIMEOUT = timedelta(minutes=10)
@@ -71,3 +79,90 @@ class Group:
     def close(self) -> None:
         """Leave the group."""
         dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's part of a dense decoder under tensor parallelism."""
+
+    model: ModelConfig
+    rank: int
+    size: int
+
+    def __post_init__(self) -> None:
+        for name, count in (("attention heads", self.model.heads), ("ffn columns", self.model.ffn)):
+            if count % self.size:
+                raise ModelError(
+                    f"tensor_parallel_size is {self.size}; it must divide the {count} {name}"
+                )
+        try:
+            heads_of_rank(self.model.kv_heads, self.size, self.rank)
+        except ValueError as error:
+            raise ModelError(f"tensor_parallel_size does not fit: {error}") from None
+
+    @property
+    def kv_heads(self) -> range:
+        """KV heads of this rank; several ranks have the same where there are more ranks."""
+        return heads_of_rank(self.model.kv_heads, self.size, self.rank)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model as this rank computes it."""
+        model = self.model
+        return replace(
+            model,
+            heads=model.heads // self.size,
+            kv_heads=len(self.kv_heads),
+            ffn=model.ffn // self.size,
+        )
+
+    def part(self, name: str) -> Part | None:
+        """Return a tensor's part in this rank; None for all of it.
+
+        Projections into heads and feed-forward are split by rows, those back by columns.
+        """
+        model, width = self.model, self.model.head_dim
+        queries, ffn = model.heads * width, model.ffn
+        module, _, kind = name.rpartition(".")
+        match module.rpartition(".")[2]:
+            case "q_proj":
+                return self._even(0, queries)
+            case "k_proj" | "v_proj":
+                heads = self.kv_heads
+                return Part(0, heads.start * width, len(heads) * width, model.kv_heads * width)
+            case "gate_proj" | "up_proj":
+                return self._even(0, ffn)
+            case "o_proj" if kind == "weight":
+                return self._even(1, queries)
+            case "down_proj" if kind == "weight":
+                return self._even(1, ffn)
+        return None
+
+    def _even(self, axis: int, whole: int) -> Part:
+        count = whole // self.size
+        return Part(axis, self.rank * count, count, whole)
+
+
+class RowParallel:
+    """A product whose weight is split by columns: the ranks' results are summed."""
+
+    def __init__(self, product: Product, group: Group) -> None:
+        self.product = product
+        self._group = group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return shape (rows, outputs), the same in all ranks."""
+        return self._group.all_reduce(self.product(x))
+
+
+def share(decoder: Decoder, group: Group) -> None:
+    """Let the ranks of a group sum what each computes with its part of a decoder."""
+    for layer in decoder.layers:
+        last = [layer.output]
+        layer.output = RowParallel(layer.output, group)
+        if isinstance(layer.mlp, GatedMLP):
+            last.append(layer.mlp.down)
+            layer.mlp = RowParallel(layer.mlp, group)
+        for product in last:
+            if group.rank and isinstance(product, Linear):
+                product.bias = None  # added once, by rank 0

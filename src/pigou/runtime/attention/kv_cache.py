@@ -56,12 +56,18 @@ class KVCache:
         device: torch.device,
         host_blocks: int = 0,
         memory: memoryview | None = None,
+        heads: range | None = None,
     ) -> None:
-        """Allocate an empty cache; raises ValueError if `memory` is unsuitable."""
+        """Allocate an empty cache; raises ValueError if `memory` is unsuitable.
+
+        Ranks that share `memory` see their `heads` alone in `data`, and whole blocks elsewhere.
+        """
         self._layout = layout
         shape = (blocks, layout.layers, 2, layout.kv_heads, layout.head_dim * layout.block_size)
         raw = _bytes(blocks * layout.block_bytes, device, memory)
         self.data: Tensor = raw.view(getattr(torch, layout.dtype)).view(shape)
+        if heads is not None:
+            self.data = self.data[:, :, :, heads.start : heads.stop]
         self._raw = raw.view(blocks, layout.block_bytes)
         self.host = _host(host_blocks, layout.block_bytes, device)
         self._copies = DeviceCopies(self._raw) if device.type == "cuda" else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from pigou.models import ModelError
 from pigou.runtime.attention.paged_attention import HeadNorm, PagedAttention
-from pigou.runtime.models.linear import Linear
+from pigou.runtime.models.linear import Linear, Product
 from pigou.runtime.models.model_config import ModelConfig
 from pigou.runtime.models.weights import Weights
 from pigou.runtime.ops import Ops
@@ -104,10 +103,10 @@ class Layer:
     eps: float
     before_attention: Tensor  # norm weight, shape (hidden,)
     before_mlp: Tensor  # norm weight, shape (hidden,)
-    qkv: Linear
+    qkv: Product
     head_norm: HeadNorm | None
-    output: Linear
-    mlp: Callable[[Tensor], Tensor]  # (tokens, hidden) to (tokens, hidden)
+    output: Product
+    mlp: Product  # (tokens, hidden) to (tokens, hidden)
 
     def __call__(self, x: Tensor, residual: Tensor, attention: PagedAttention, ops: Ops) -> Tensor:
         """Add x (tokens, hidden) to `residual` in place; return the layer's own output."""
@@ -130,8 +129,8 @@ class Layer:
 class GatedMLP:
     """Down projection of silu(gate) * up."""
 
-    gate_up: Linear
-    down: Linear
+    gate_up: Product
+    down: Product
     ops: Ops
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+#: A product: x (rows, inputs) to (rows, outputs). What replaces one wraps it.
+Product: TypeAlias = Callable[[Tensor], Tensor]
 #: More than `_FEW` rows are padded to a multiple of `_ROWS`.
 _ROWS, _FEW = 8, 32
 

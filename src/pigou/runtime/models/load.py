@@ -22,6 +22,7 @@ from pigou.runtime.models.decoder import Decoder, load_decoder
 from pigou.runtime.models.model_config import ModelConfig, read_config
 from pigou.runtime.models.weights import Weights, digest_model, find_model
 from pigou.runtime.ops import KernelOps, TorchOps
+from pigou.runtime.parallel import Group, Shard, share
 from pigou.runtime.resources import keep_memory
 from pigou.runtime.structured_output import read_grammars
 from pigou.runtime.thread_pool import always_parallel
@@ -45,6 +46,7 @@ class LoadedModel:
     decoder: Decoder
     dtype: torch.dtype
     device: torch.device
+    shard: Shard | None = None  # this rank's part of `config`; None for all
 
     def layout(self, block_size: int) -> KVLayout:
         """Describe this model's KV blocks of `block_size` tokens."""
@@ -60,7 +62,14 @@ class LoadedModel:
         self, blocks: int, block_size: int, host_blocks: int = 0, memory: memoryview | None = None
     ) -> KVCache:
         """Allocate an empty KV cache, optionally over `memory` (see `KVCache`)."""
-        return KVCache(self.layout(block_size), blocks, self.device, host_blocks, memory)
+        heads = None if self.shard is None else self.shard.kv_heads
+        return KVCache(self.layout(block_size), blocks, self.device, host_blocks, memory, heads)
+
+    def attention(self, cache: KVCache, tables: Ints, max_model_len: int) -> PagedAttention:
+        """Build the attention of this rank's heads."""
+        config = self.decoder.config
+        kind = CPUAttention if CPUAttention.supports(config, cache) else PagedAttention
+        return kind(config, cache, tables, max_model_len)
 
     def executor(
         self,
@@ -75,8 +84,7 @@ class LoadedModel:
                 f"max_model_len is {max_model_len}, but {self.name} has a context of "
                 f"{self.config.context} tokens; lower max_model_len"
             )
-        kind = CPUAttention if CPUAttention.supports(self.config, cache) else PagedAttention
-        attention = kind(self.config, cache, tables, max_model_len)
+        attention = self.attention(cache, tables, max_model_len)
         evictor = None
         if eviction is not None:
             setting = EvictionContext(eviction, self.config, self.folder, attention.turns)
@@ -96,16 +104,24 @@ class LoadedModel:
         return executor
 
 
-def load(model: str | Path, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
-    """Load a model from a Hugging Face folder or hub id; raises ModelError if that fails."""
+def load(
+    model: str | Path, dtype: str = "auto", device: str = "cpu", group: Group | None = None
+) -> LoadedModel:
+    """Load a model from a Hugging Face folder or hub id; raises ModelError if that fails.
+
+    With a group, its ranks share the model by tensor parallelism, and this one loads its part.
+    """
     folder = find_model(model)
     config = read_config(folder)
     chosen = _dtype(dtype, config)
     torch_device = _device(device)
-    with torch.inference_mode(), Weights(folder, chosen, torch_device) as weights:
-        decoder = load_decoder(
-            config, weights, KernelOps() if torch_device.type == "cpu" else TorchOps()
-        )
+    ops = KernelOps() if torch_device.type == "cpu" else TorchOps()
+    shard = None if group is None else Shard(config, group.rank, group.size)
+    part = None if shard is None else shard.part
+    with torch.inference_mode(), Weights(folder, chosen, torch_device, part) as weights:
+        decoder = load_decoder(config if shard is None else shard.config, weights, ops)
+    if group is not None:
+        share(decoder, group)
     if torch_device.type == "cpu":
         keep_memory()
     return LoadedModel(
@@ -116,6 +132,7 @@ def load(model: str | Path, dtype: str = "auto", device: str = "cpu") -> LoadedM
         decoder=decoder,
         dtype=chosen,
         device=torch_device,
+        shard=shard,
     )
 
 

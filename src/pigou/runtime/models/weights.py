@@ -6,11 +6,11 @@ import fnmatch
 import hashlib
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -180,11 +180,40 @@ def digest_model(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def _read(file: Any, name: str, part: Part | None) -> Tensor:
+    if part is None:
+        tensor: Tensor = file.get_tensor(name)
+    else:
+        some = slice(part.first, part.first + part.length)
+        stored = file.get_slice(name)
+        tensor = stored[some] if part.axis == 0 else stored[:, some]
+    return tensor
+
+
+class Part(NamedTuple):
+    """Part of a tensor along one axis."""
+
+    axis: int
+    first: int
+    length: int
+    whole: int  # the tensor's own length along the axis
+
+
 class Weights:
     """Tensors of safetensors files, each to be taken once; the index decides on duplicates."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Open the files; raises ModelError if one is damaged or there are none."""
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        part: Callable[[str], Part | None] | None = None,
+    ) -> None:
+        """Open the files; raises ModelError if one is damaged or there are none.
+
+        `part` tells which part of a tensor, by its name, `take` reads; None for all of it.
+        """
+        self._part = part
         self._folder = folder
         self._dtype = dtype
         self._device = device
@@ -203,11 +232,17 @@ class Weights:
         """Return a tensor in the model's dtype and device; raises ModelError if not as expected."""
         if name not in self._where:
             raise ModelError(f"{self._folder}: tensor {name!r} is missing{self._blame(name)}")
-        tensor: Tensor = self._files[self._where[name]].get_tensor(name)
-        if tuple(tensor.shape) != shape:
+        file = self._files[self._where[name]]
+        part = None if self._part is None else self._part(name)
+        found = tuple(file.get_slice(name).get_shape())
+        wanted = list(shape)
+        if part is not None:
+            wanted[part.axis] = part.whole
+        if found != tuple(wanted):
             raise ModelError(
-                f"{self._folder}: tensor {name!r} has shape {tuple(tensor.shape)}, not {shape}"
+                f"{self._folder}: tensor {name!r} has shape {found}, not {tuple(wanted)}"
             )
+        tensor: Tensor = _read(file, name, part)
         if tensor.dtype not in _FLOATS:
             raise ModelError(
                 f"{self._folder}: tensor {name!r} has dtype {tensor.dtype}; quantized weights are "
