@@ -276,6 +276,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     headroom: int = 1
     eviction: EvictionConfig | None = None  # token eviction from running requests; None for none
     max_loras: int = 0  # most LoRA adapters (`Request.model`) that compute at once; 0 for none
+    num_speculative_tokens: int = 0  # most draft tokens that a sequence verifies in a step
 
     def __post_init__(self) -> None:
         check_fields(
@@ -284,10 +285,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         )  # fmt: skip
         check_fields(
             self, "host_blocks", "max_waiting", "headroom", "max_background_tokens", "max_loras",
-            ge=0,
+            "num_speculative_tokens", ge=0,
         )  # fmt: skip
         if self.eviction is not None:
             self.eviction.check_interval(self.block_size)
+            if self.num_speculative_tokens:
+                raise ConfigError(
+                    f"num_speculative_tokens is {self.num_speculative_tokens}, and eviction is "
+                    "given; entries written for rejected drafts have no scores: leave one out"
+                )
         if self.max_background_tokens and self.order != "priority":
             raise ConfigError(
                 f"max_background_tokens is {self.max_background_tokens}, and order {self.order}; "

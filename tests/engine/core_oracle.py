@@ -152,12 +152,32 @@ class Oracle:
             blocks = self.core.tables[row]
             kv = int(plan.kv_lens[entry]) + result.steps * count
             self.attend(stream, blocks, start, kv)
+            if len(plan.drafts):
+                self._verify(plan, entry, stream, result)
+                continue
             assert start + count <= len(stream.tokens)
             self.write(blocks, kv, self.history(stream, start + count)[start:])
             assert bool(plan.samples[entry]) == (start + count == len(stream.tokens))
             if plan.samples[entry]:
                 self._append(entry, stream, result)
         result.steps += 1
+
+    def _verify(self, plan: Plan, entry: int, stream: Stream, result: Result) -> None:
+        """Accept some of an entry's drafts; the KV of the others is nobody's."""
+        blocks, start = self.core.tables[plan.rows[entry]], int(plan.starts[entry])
+        drafts = int(plan.drafts[entry])
+        if not len(result.accepted):
+            result.accepted = np.zeros(len(plan.rows), dtype=np.int32)
+        wanted = random.Random(hash(tuple(stream.tokens)) + 1).randint(0, drafts)
+        assert plan.samples[entry]
+        assert start + 1 == len(stream.tokens)
+        self._append(entry, stream, result)
+        while result.accepted[entry] < wanted and not stream.ended:
+            result.accepted[entry] += 1
+            self._append(entry, stream, result)
+        assert len(stream.tokens) <= stream.request.prompt + stream.request.max_tokens
+        kv = self.history(stream, len(stream.tokens) - 1)[start:]
+        self.write(blocks, start, kv + [POISON] * (1 + drafts - len(kv)))
 
     def begin(self, stream: Stream, blocks: np.ndarray, computed: int) -> None:
         """Check what a row begins with."""
@@ -183,7 +203,10 @@ class Oracle:
         size = self.core.config.block_size
         for entry, row in enumerate(plan.rows.tolist()):
             stream = self.streams[self.rows[row]]
-            full = (int(plan.starts[entry]) + int(plan.counts[entry]) * result.steps) // size
+            computed = int(plan.starts[entry]) + int(plan.counts[entry]) * result.steps
+            if len(plan.drafts):
+                computed = len(stream.tokens) - 1
+            full = computed // size
             if full > stream.known and stream.known >= stream.request.prompt // size:
                 hashes = self.hashes(stream.tokens, stream.request.expiry)[stream.known : full]
                 result.full_block_hashes[row] = hashes

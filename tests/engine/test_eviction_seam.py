@@ -39,7 +39,7 @@ def evicting(draw: st.DrawFn, caching: bool | None = None) -> EngineConfig:
     fields = {name: getattr(base, name) for name in base.__struct_fields__}
     if caching is not None:
         fields["prefix_caching"] = caching
-    return EngineConfig(**(fields | {"eviction": eviction}))
+    return EngineConfig(**(fields | {"eviction": eviction, "num_speculative_tokens": 0}))
 
 
 class EvictionSeam(Seam):

@@ -1,9 +1,10 @@
-"""Preemption x prefix hit x chunking x transfer x hold x swap x abort x repeat: any order."""
+"""Preemption x prefix hit x chunking x transfer x hold x swap x abort x repeat x drafts."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from core_oracle import Oracle
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -39,6 +40,7 @@ def configs(draw: st.DrawFn) -> EngineConfig:
         headroom=draw(st.sampled_from([0, 1, 1])),
         prefix_caching=draw(st.sampled_from([True, True, True, False])),
         max_repeat=draw(st.sampled_from([1, 4, 9])),
+        num_speculative_tokens=draw(st.sampled_from([0, 0, 2, 5])),
     )
 
 
@@ -92,7 +94,12 @@ class Seam(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.plan is None and self.flying)
     def schedule(self) -> None:
-        plan = self.core.schedule(self.now)
+        drafts = None
+        if self.core.drafts is not None:  # some rows offer drafts, as many as they like
+            offers = np.random.default_rng(self.core.drafts.draft_tokens + self.number)
+            drafts = offers.integers(0, 7, self.core.config.max_seqs).astype(np.int32)
+        plan = self.core.schedule(self.now, drafts=drafts)
+        assert not len(plan.drafts) or plan.repeat == 1
         result = self.oracle.execute(plan)
         self.plan = plan if plan else None
         self.result = result

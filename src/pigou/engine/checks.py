@@ -74,6 +74,13 @@ def check_result(plan: Plan, result: Result) -> None:
     """Raise a ValueError if a result has a wrong number of steps or an unknown entry."""
     if not 1 <= result.steps <= plan.repeat:
         raise ValueError(f"{result.steps} steps were done; it must be 1 to {plan.repeat}")
+    if len(plan.drafts) and (
+        result.accepted.shape != plan.drafts.shape
+        or ((result.accepted < 0) | (result.accepted > plan.drafts)).any()
+    ):
+        raise ValueError(
+            f"drafts {result.accepted.tolist()} were accepted, of {plan.drafts.tolist()}"
+        )
     for finish in result.finished:
         if not 0 <= finish.entry < len(plan.rows):
             raise ValueError(f"entry {finish.entry} finished; the plan has {len(plan.rows)}")

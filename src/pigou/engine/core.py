@@ -22,6 +22,7 @@ from pigou.engine.plan import Effects, Plan, Rates, Result
 from pigou.engine.schedule_builder import NO_LOOKAHEAD
 from pigou.engine.scheduler import Scheduler
 from pigou.engine.sequence import Sequence, SequenceState, leading_hashes, order_key
+from pigou.engine.speculation import DraftPricer, add_drafts
 from pigou.engine.state import EngineState
 from pigou.engine.token_eviction import check_scores
 from pigou.kv.tiers import Tiers
@@ -54,6 +55,10 @@ class EngineCore:
         self._number = 0
         self.rows, self.tables = self._state.rows, self._state.rows.tables
         self.stats = self._state.stats
+        #: Prices of draft tokens; None without speculation.
+        self.drafts: DraftPricer | None = None
+        if config.num_speculative_tokens:
+            self.drafts = DraftPricer(config.max_seqs, config.num_speculative_tokens)
 
     # --- calls ------------------------------------------------------------------------------
 
@@ -109,8 +114,11 @@ class EngineCore:
             state.stop(seq)
         return state.flush(Effects(finished=[state.finished(seq, FinishReason.ABORT)]))
 
-    def schedule(self, now: int, horizon: int = NEVER) -> Plan:
-        """Plan steps from `now` (ns), none from `horizon` on but the first; raises OutOfTurn."""
+    def schedule(self, now: int, horizon: int = NEVER, drafts: Ints | None = None) -> Plan:
+        """Plan steps from `now` (ns), none from `horizon` on but the first; raises OutOfTurn.
+
+        `drafts` (max_seqs,) has the draft tokens that each row offers to verify, if any.
+        """
         if self._plan is not None:
             raise OutOfTurn("apply the last plan before the next is scheduled")
         self._state.unix_ns = now + self._epoch
@@ -120,6 +128,8 @@ class EngineCore:
         plan, self._ahead = self._scheduler.schedule(now, horizon)
         if self._state.adapters is not None:
             plan.adapters, self._state.adapters.loads = self._state.adapters.loads, []
+        if self.drafts is not None and add_drafts(self._state, self.drafts, plan, drafts):
+            self._ahead = NO_LOOKAHEAD
         if offload is not None:
             plan.loads += offload.take_loads()
             plan.moves = offload.tiers.drain()
@@ -135,6 +145,8 @@ class EngineCore:
         check_result(plan, result)
         if result.lost_returns or result.regained_returns:
             check_scores(plan, result)
+        if self.drafts is not None:
+            self.drafts.observe(plan, result)
         self._plan = None
         ahead, self._ahead = self._ahead, NO_LOOKAHEAD
         return self._output.process(plan, ahead, result)

@@ -169,6 +169,17 @@ class OutputProcessor:
 
     def process(self, plan: Plan, ahead: Lookahead, result: Result) -> Effects:
         """Apply a plan's steps, in the order of single steps."""
+        drafts = len(plan.drafts) > 0
+        if drafts:
+            self._accept(plan, result.accepted)
+        tokens, finished = self._process(plan, ahead, result)
+        if drafts:
+            self._take_back(plan, result.accepted, tokens)
+        if self._state.scores is not None:
+            take_scores(self._state, result)
+        return self._state.flush(Effects(tokens=tokens, finished=finished))
+
+    def _process(self, plan: Plan, ahead: Lookahead, result: Result) -> tuple[Ints, list[Finished]]:
         state, rows, pool, work = self._state, self._state.rows, self._state.pool, self._state.work
         if state.copying:
             for seq in state.copying[:]:
@@ -201,9 +212,24 @@ class OutputProcessor:
             if result.finished:
                 reasons.update({finish.entry: finish.reason for finish in result.finished})
             finished = [self._leave(seq, reason) for seq, reason in self._owners(plan, reasons)]
-        if state.scores is not None:
-            take_scores(state, result)
-        return state.flush(Effects(tokens=tokens, finished=finished))
+        return tokens, finished
+
+    def _accept(self, plan: Plan, accepted: Ints) -> None:
+        """Lengthen rows by their accepted drafts; the kernels add the token behind them."""
+        rows = self._state.rows
+        running = rows.length[plan.rows] > 0
+        self._state.work[ENTRY_COUNT, : len(accepted)] = 1 + accepted
+        rows.length[plan.rows[running]] += accepted[running]
+
+    def _take_back(self, plan: Plan, accepted: Ints, tokens: Ints) -> None:
+        """Count accepted drafts, and free the blocks to which only rejected ones were written."""
+        rows, size = self._state.rows, self._state.config.block_size
+        self._state.work[ENTRY_COUNT, : len(plan.rows)] = 1
+        tokens += accepted * (tokens > 0)
+        used = -(-(rows.computed - rows.dropped) // size)
+        for row in plan.rows[rows.blocks[plan.rows] > used[plan.rows]].tolist():
+            if (seq := rows.owner[row]) is not None:
+                self._state.truncate_row(seq, used.item(row))
 
     def _owners(
         self, plan: Plan, reasons: dict[int, FinishReason]

@@ -89,7 +89,8 @@ class Plan(msgspec.Struct):
     Order: `compactions`, `swap_out`, `copies`, `swap_in`, `recomputations`, then the first step.
     Entry i computes `counts[i]` tokens of row `rows[i]` from position `starts[i]`, against
     `kv_lens[i]` cached tokens. With `repeat > 1` every entry decodes one token per step, except a
-    last one with equal chunks of a prompt (`EngineConfig.repeat_chunks`).
+    last one with equal chunks of a prompt (`EngineConfig.repeat_chunks`). With `drafts` all entries
+    decode once: the last token, and `drafts[i]` draft tokens behind it to verify.
     """
 
     rows: Ints  # shape (n,)
@@ -116,6 +117,9 @@ class Plan(msgspec.Struct):
     # that may go (a multiple of the block size: the blocks before it are shared); the maximum of
     # blocks of entries that are of interest.
     to_score: Ints = _NO_TRIPLES
+    drafts: Ints = _NONE  # draft tokens among `counts`, shape (n,); empty for none
+    # whether the plan is to end after a step behind which some row has drafts to offer.
+    drafts_pay: bool = False
 
     @property
     def tokens(self) -> int:
@@ -125,6 +129,8 @@ class Plan(msgspec.Struct):
     @property
     def chunk_tokens(self) -> int:
         """Prompt tokens computed per step."""
+        if len(self.drafts):
+            return 0
         return sum(count for count in self.counts.tolist() if count > 1)
 
     def __bool__(self) -> bool:
@@ -152,6 +158,9 @@ class Result(msgspec.Struct):
     full_block_hashes: dict[int, BlockHashes] = {}
     # nanoseconds per step, shape (steps,); empty if not timed.
     durations: Nanos = _NO_TIMES
+    # draft tokens accepted, by entry of a plan with `drafts`, shape (n,); fewer where one ended it.
+    accepted: Ints = _NONE
+    drafting: int = 0  # nanoseconds of the duration that a draft model took
     # for the rows that were to be scored, the return lost with each further block of entries that
     # the row gives up (those of least return first), after the plan's last step, shape (blocks that
     # it can give up,), ascending.

@@ -41,7 +41,7 @@ class StepMeter:
 
     def count(self, plan: Plan, steps: int, ns: int) -> None:
         """Count steps of a plan, and their nanoseconds."""
-        if plan.counts.item(-1) > 1:
+        if plan.counts.item(-1) > 1 and not len(plan.drafts):
             self.prefill_steps += steps
             self.prefill_ns += ns
             self.prefill_tokens += steps * plan.chunk_tokens

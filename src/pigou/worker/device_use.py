@@ -62,7 +62,7 @@ class WorkEstimate:
         )
         self.flops += float(
             steps * tokens * self._token_flops
-            + steps * np.count_nonzero(plan.samples) * self._head_flops
+            + steps * (np.count_nonzero(plan.samples) + plan.drafts.sum()) * self._head_flops
             + pairs * self._pair_flops
         )
         read_entries = steps * (entries + counts).sum() + growth * tokens

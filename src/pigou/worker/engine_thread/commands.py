@@ -166,7 +166,7 @@ class Gauges:
         self.tokens_total += plan.tokens * result.steps
         if self.work is not None:
             self.work.count(plan, result.steps)
-        if plan and plan.counts.item(-1) > 1:
+        if plan and plan.counts.item(-1) > 1 and not len(plan.drafts):
             self.prefill_ns_total += int(result.durations.sum())
             self.prefill_tokens_total += plan.chunk_tokens * result.steps
 

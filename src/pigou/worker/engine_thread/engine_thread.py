@@ -420,6 +420,8 @@ class TracedPrompts:
     ) -> list[PromptChunk]:
         """Return a plan's traced prompt chunks; `start_ns` is when its first step began."""
         chunks: list[PromptChunk] = []
+        if len(plan.drafts):
+            return chunks
         for entry in range(len(plan.counts) - 1, -1, -1):
             tokens = plan.counts.item(entry)
             if tokens <= 1:
