@@ -61,3 +61,9 @@ def test_a_stream_that_has_begun_needs_its_prompt_and_on_stock_workers_to_be_por
     assert all(row == (False, False, False) for key, row in table.items() if not key[0])
     assert table[True, False, True] == (False, False, True)
     assert table[True, True, True] == table[True, False, False] == (True, False, True)
+
+
+def test_a_stream_that_reasoned_goes_on_where_tokens_are_resumed_alone() -> None:
+    state = StreamState(head=ReplyHead("a"), prompt=b"[1]", tokens=[2], reasoned=True)
+    assert can_migrate(state, single=True, portable=True, stock=False)
+    assert not can_migrate(state, single=True, portable=True, stock=True)

@@ -259,7 +259,9 @@ async def test_json_closes_where_the_model_says_so_and_the_request_has_no_limit(
     async def prepare(*_: Any) -> list[None]:
         return [None]
 
-    model = SimpleNamespace(defaults=Defaults(json_close_after=said), tool_format=None)
+    model = SimpleNamespace(
+        defaults=Defaults(json_close_after=said), tool_format=None, reasoning=None
+    )
     constraints = OutputConstraints(
         cast(GrammarSource, SimpleNamespace(prepare=prepare)), cast(ServedModel, model),
         flexible=False,

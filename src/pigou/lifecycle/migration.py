@@ -31,6 +31,7 @@ class StreamState:
     tokens: list[int] = field(default_factory=list)  # generated token ids reported by workers
     shown: int = 0  # tokens with their text fully shown; later ones may be half a character
     untold: bool = False  # text was shown without reported token ids
+    reasoned: bool = False  # reasoning was shown, which a stock worker would resume as content
     finish: str | None = None  # finish reason; None while running
     usage: bool = False  # whether the final usage was sent
     done: bool = False
@@ -72,7 +73,7 @@ def can_migrate(state: StreamState, *, single: bool, portable: bool, stock: bool
         return True
     if not state.prompt:
         return False
-    return portable or not stock
+    return (portable and not state.reasoned) or not stock
 
 
 class Continuation(NamedTuple):
@@ -124,7 +125,7 @@ class MigratedChunks:
         delta = choice.get("delta") or {}
         if delta.pop("role", None) is None:
             return False
-        says = delta.get("content") or delta.get("tool_calls")
+        says = delta.get("content") or delta.get("tool_calls") or delta.get("reasoning")
         return not says and choice.get("finish_reason") is None
 
     def _chat(self, choice: dict[str, Any]) -> dict[str, Any]:
@@ -148,6 +149,8 @@ def usage_totals(state: StreamState) -> dict[str, Any]:
 
 def _whole(usage_body: dict[str, Any], state: StreamState) -> dict[str, Any]:
     usage = usage_totals(state)
+    if (said := usage_body.get("completion_tokens_details")) is not None:
+        usage["completion_tokens_details"] = said
     if _DETAILS not in usage_body:
         return usage
     details = usage_body[_DETAILS]

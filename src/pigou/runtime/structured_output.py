@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pigou.request import Grammar
 from pigou.runtime.step_output import GrammarError
 from pigou.text.model_files import read_tokenizer
+from pigou.text.reasoning import ReasoningEnd
 
 #: Max bytes of cached grammars, as estimated by `_weight`.
 CACHE_BYTES = 64 * 2**20
@@ -86,6 +87,7 @@ class GrammarState:
         cpu_ns: Callable[[], int] = time.thread_time_ns,
         closer: JsonCloser | None = None,
         close_after: int = 0,
+        end_tokens: Iterable[int] = (),
     ) -> None:
         """Start at the beginning; `budget` None is unbounded, `closer` None never narrows."""
         self._matcher = matcher
@@ -96,9 +98,19 @@ class GrammarState:
         self._unpaid_ns = 0
         self._closer = closer
         self._left = close_after
+        self._end_tokens = sorted(end_tokens)
+        self._reasoning: ReasoningEnd | None = None
+
+    def wait_for(self, reasoning: ReasoningEnd) -> None:
+        """Leave tokens free, but for those that end the sequence, until reasoning ends."""
+        self._reasoning = reasoning
 
     def allowed(self) -> NDArray[np.bool_]:
         """Return the mask of allowed tokens, (vocab,); raises GrammarError if there are none."""
+        if self._reasoning is not None and self._reasoning.open:
+            free = np.ones(self._vocab, dtype=np.bool_)
+            free[self._end_tokens] = False
+            return free
         if self._budget is not None:
             self._budget.check(self._debt)
         began = self._cpu_ns()
@@ -115,10 +127,14 @@ class GrammarState:
             flags = np.concatenate((flags, missing))
         if not flags.any():
             raise GrammarError("the grammar allows no token that the model has")
+        if self._reasoning is not None and self._reasoning.opening:
+            flags[list(self._reasoning.opening)] = True
         return flags if self._closer is None or self._left > 0 else self._closer.narrow(flags)
 
     def advance(self, token: int) -> bool:
         """Consume a token; True if nothing more may follow. Raises GrammarError if not allowed."""
+        if self._reasoning is not None and self._reasoning.take(token):
+            return False
         began = self._cpu_ns()
         taken = self._matcher.consume_token(token)
         self._unpaid_ns += self._cpu_ns() - began
@@ -171,6 +187,7 @@ class Grammars:
         state = GrammarState(
             self._matcher(grammar).deep_copy(), self.vocab, self.budget,
             closer=self._closer if grammar.close_after else None, close_after=grammar.close_after,
+            end_tokens=self.end_tokens,
         )  # fmt: skip
         for token in output:
             state.advance(token)

@@ -6,6 +6,7 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,6 +81,10 @@ class Tokenizer:
             return whole([i for i in ids if i not in hidden])
         detokenizer = Detokenizer(self.vocabulary, skip_special)
         return detokenizer.feed(ids) + detokenizer.flush()
+
+    def ids(self, names: Iterable[str]) -> frozenset[int]:
+        """Return the ids of those texts that are a token each."""
+        return frozenset(i for i in map(self.backend.token_to_id, names) if i is not None)
 
     def name(self, token: int) -> str:
         """Return the text of one token, special ones by name; invalid bytes become U+FFFD."""

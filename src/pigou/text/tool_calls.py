@@ -56,8 +56,15 @@ class CallArguments:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """A further piece of the reasoning."""
+
+    text: str
+
+
 #: Text is content.
-Event: TypeAlias = str | CallStart | CallArguments
+Event: TypeAlias = str | Thought | CallStart | CallArguments
 
 
 class JsonEnd:
@@ -192,6 +199,8 @@ State: TypeAlias = Callable[[], list[Event]]
 
 class ToolParser:
     """Tells tool calls from content (and reasoning) in a growing text; to resume, replay it."""
+
+    thinking = False  # the text so far ends within reasoning
 
     def __init__(self) -> None:
         self.calls = 0

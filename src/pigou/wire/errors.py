@@ -88,7 +88,6 @@ REFUSED: dict[str, tuple[str, *tuple[Any, ...]]] = {
         {},
     ),
     "truncation_side": ("truncate_prompt_tokens keeps the end; remove it", "left"),
-    "include_reasoning": ("reasoning is not told apart from the text; remove it", True, False),
     "return_tokens_as_token_ids": ("it is not supported; use return_token_ids", False),
 }
 

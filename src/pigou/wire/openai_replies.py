@@ -21,19 +21,23 @@ class PromptTokensDetails(msgspec.Struct, omit_defaults=True):
     cached_tokens: int | None = None
 
 
-class UsageInfo(msgspec.Struct):
+class UsageInfo(msgspec.Struct, omit_defaults=True):
     """Token counts of a reply: each prompt once, the outputs of all choices summed."""
 
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
-    prompt_tokens_details: PromptTokensDetails | None = None
+    prompt_tokens_details: PromptTokensDetails | None
+    completion_tokens_details: Json | None = None  # for models that reason
 
 
-def usage(prompt: int, completion: int, cached: int | None = None) -> UsageInfo:
+def usage(
+    prompt: int, completion: int, cached: int | None = None, reasoning: int | None = None
+) -> UsageInfo:
     """Return the usage; `cached` are the prompt tokens that were not computed, None hides them."""
     details = None if cached is None else PromptTokensDetails(cached)
-    return UsageInfo(prompt, prompt + completion, completion, details)
+    said = None if reasoning is None else {"reasoning_tokens": reasoning}
+    return UsageInfo(prompt, prompt + completion, completion, details, said)
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -128,10 +132,17 @@ def choice(
     }  # fmt: skip
 
 
-def message(text: str, tool_calls: list[Json] | None) -> Json:
-    """Return the message of a chat choice; without text, its tool calls stand alone."""
+def message(text: str, tool_calls: list[Json] | None, reasoning: str = "") -> Json:
+    """Return the message of a chat choice; without text, calls and reasoning stand alone."""
     said: Json = {"role": "assistant", "content": text, "refusal": None}
+    if reasoning:
+        said |= {"content": text or None, **reasoning_fields(reasoning)}
     return said | {"content": text or None, "tool_calls": tool_calls} if tool_calls else said
+
+
+def reasoning_fields(text: str) -> Json:
+    """Return reasoning by both names that clients know."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def whole(

@@ -235,6 +235,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None  # false: reasoning is parsed, and not sent
     # the rendered and tokenized messages; a gateway that sends them spares the worker both.
     prompt_token_ids: list[int] | None = None
     verbosity: str | None = None  # accepted and ignored

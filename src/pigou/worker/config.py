@@ -12,6 +12,7 @@ from pigou.kv.tier_config import HOST, StoreTier, check_names
 from pigou.logs import AccessLogOption, LogFormatOption, LogLevelOption
 from pigou.placement.topology import read_location
 from pigou.request import Role
+from pigou.text.reasoning import FAMILIES
 from pigou.tracing.config import TracingConfig
 
 ExecutorKind = Literal["torch", "sleep"]
@@ -195,6 +196,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "(by its chat template)."
         ),
     ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        option(
+            "Family that marks the model's reasoning, by vLLM's names (qwen3, deepseek_r1, "
+            "mistral, openai_gptoss, ...), none, or auto (by its chat template)."
+        ),
+    ] = "auto"
     fleet_secret_file: Annotated[
         str,
         option(
@@ -233,6 +241,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             )
         if self.dtype not in ("auto", "bf16", "fp32"):
             raise ConfigError(f"dtype is {self.dtype!r}; give auto, bf16 or fp32")
+        if self.reasoning_parser not in ("auto", "none", *FAMILIES):
+            raise ConfigError(
+                f"reasoning_parser is {self.reasoning_parser!r}; give auto, none, or one of "
+                f"{', '.join(sorted(FAMILIES))}"
+            )
         prefiller_networks(self.prefiller_networks)
         self._check_tiers()
         self._check_eviction()

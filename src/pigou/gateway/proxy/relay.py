@@ -281,6 +281,7 @@ class Relay(StreamCount):
                     raise WorkerFailed(choice.finish_reason, "the worker gave the request up")
                 state.finish = choice.finish_reason
             shown = choice.shown
+            state.reasoned = state.reasoned or (not choice.text and bool(choice.thought))
             is_shown = is_shown or bool(shown)
             if choice.token_ids:
                 has_ids = True

@@ -32,6 +32,8 @@ class Delta(msgspec.Struct):
     """The `delta` of a chat chunk."""
 
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChunkChoice(msgspec.Struct):
@@ -47,7 +49,12 @@ class ChunkChoice(msgspec.Struct):
     @property
     def shown(self) -> str:
         """Text visible to the client."""
-        return self.text or self.delta.content or ""
+        return self.text or self.delta.content or self.thought
+
+    @property
+    def thought(self) -> str:
+        """Reasoning, by either name."""
+        return self.delta.reasoning or self.delta.reasoning_content or ""
 
 
 class DynamoExtension(msgspec.Struct):
@@ -218,8 +225,9 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
     if "delta" in choice:
         delta = choice["delta"] if isinstance(choice["delta"], dict) else {}
         choice["delta"] = delta
-        if not isinstance(delta.get("content"), str | None):
-            choice["delta"] = delta | {"content": _parts(delta["content"])}
+        for name in Delta.__struct_fields__:
+            if not isinstance(delta.get(name), str | None):
+                choice["delta"] = delta = delta | {name: _parts(delta[name])}
     for name in ("token_ids", "prompt_token_ids"):
         if name in choice:
             choice[name] = _ids(choice[name])

@@ -15,6 +15,7 @@ from pigou.kv.hashing import chain
 from pigou.kv.tenure import salt_expiry
 from pigou.request import NEVER, BlockHashes, Request, SamplingParams, no_hashes
 from pigou.text.chat_template import ChatError
+from pigou.text.reasoning import FAMILIES, Reasoning, begins_inside
 from pigou.text.tool_calls import open_reasoning
 from pigou.tracing.request_trace import RequestTrace
 from pigou.wire import request_validation
@@ -29,10 +30,10 @@ from pigou.worker.http.prefiller import Prefillers
 from pigou.worker.http.reply import Reply, ReplyOptions, ReplySequence
 from pigou.worker.http.sequence_output import (
     Explainer,
+    MessageStream,
     SequenceOutput,
     TextOptions,
     Tools,
-    ToolStream,
 )
 from pigou.worker.http.served_model import ServedModel
 from pigou.worker.http.structured_output_pool import (
@@ -60,6 +61,7 @@ class _Inputs:
     shape: OutputConstraint
     ticket: TransferParams | None  # verified, of a worker that has the prompt's blocks
     trace: RequestTrace | None = None
+    reasoning: Reasoning | None = None  # for a chat with a model that reasons
 
 
 class InputProcessor:
@@ -123,8 +125,9 @@ class InputProcessor:
         if trace is not None:
             trace.phase("tokenize")
         count, output = len(prompts) * (request.n or 1), prompts[0].output
-        shape = await self._shapes.shape(request, count, output, tenant, tools)
-        return _Inputs(request, shape, await self._ticket(request, prompts[0]), trace)
+        reasoning = self.prompts.reasoning(request, prompts[0])
+        shape = await self._shapes.shape(request, count, output, tenant, tools, reasoning)
+        return _Inputs(request, shape, await self._ticket(request, prompts[0]), trace, reasoning)
 
     async def cached(self, request: CompletionRequest | ChatRequest) -> Request:
         """Return the cache identity of a prompt, computing nothing."""
@@ -245,10 +248,12 @@ class InputProcessor:
         choice = self._choice(inputs, params, prompt.output)
         id = f"{reply.id}-{index}-{next(self._numbers):x}"
         sequence = ReplySequence(id, index, prompt.original, choice, now_ns)
-        if shape.tools is not None:
-            reasoning = self.prompts.open_reasoning(inputs.request, prompt)
-            key = f"{reply.id}-{index}"
-            sequence.tools = ToolStream(shape.tools, key, choice.replayed, reasoning)
+        if shape.tools is not None or inputs.reasoning is not None:
+            tag = self.prompts.open_reasoning(inputs.request, prompt) if shape.tools else ""
+            sequence.message = MessageStream(
+                shape.tools, f"{reply.id}-{index}", choice.replayed, inputs.reasoning,
+                "" if inputs.reasoning is not None else tag,
+            )  # fmt: skip
         if params.logprobs is not None or params.prompt_logprobs is not None:
             self._explain(sequence, prompt, reply.options)
         return sequence, self._add(inputs, params, prompt, sequence)
@@ -261,7 +266,8 @@ class InputProcessor:
             request_validation.stops(request),
             bool(request.include_stop_str_in_output),
             request.skip_special_tokens is not False,
-            tools.markup(model.tokenizer) if tools else frozenset(),
+            (tools.markup(model.tokenizer) if tools else frozenset())
+            | (model.tokenizer.ids(inputs.reasoning.marks) if inputs.reasoning else frozenset()),
         )
         choice = SequenceOutput(model.tokenizer, model.eos, params, options, resumed)
         if choice.finish is not None or params.max_tokens <= len(resumed):
@@ -444,13 +450,27 @@ class PromptProcessor:
 
     def open_reasoning(self, request: GenerationRequest, prompt: TokenizedPrompt) -> str:
         """Return the tag of a reasoning block that a chat's prompt leaves open; "" for none."""
+        return open_reasoning(*self._prompt_end(request, prompt))
+
+    def reasoning(self, request: GenerationRequest, prompt: TokenizedPrompt) -> Reasoning | None:
+        """Return how replies to a chat reason; None if they do not."""
+        name = self._model.reasoning
+        if name is None or not isinstance(request, ChatRequest):
+            return None
+        inside = begins_inside(FAMILIES[name], *self._prompt_end(request, prompt))
+        return Reasoning(name, inside, request.include_reasoning is not False)
+
+    def _prompt_end(
+        self, request: GenerationRequest, prompt: TokenizedPrompt
+    ) -> tuple[str, str | None]:
+        """Return the end of a prompt, and the final message that its reply continues, if any."""
         final = None
         if isinstance(request, ChatRequest) and request.continue_final_message:
             content = request.messages[-1].get("content")
             parts = content if isinstance(content, list) else [content]
             final = "".join(str(p.get("text", "") if isinstance(p, dict) else p) for p in parts)
         end = self._model.tokenizer.decode(prompt.original[-_PROMPT_END:], skip_special=False)
-        return open_reasoning(end, final)
+        return end, final
 
     # --- prompts ----------------------------------------------------------------------------
 

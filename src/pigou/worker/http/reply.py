@@ -16,7 +16,7 @@ from pigou.wire import openai_replies
 from pigou.wire.errors import APIError
 from pigou.wire.openai_replies import Json, LogprobsEntry, ReplyChunk, StreamEncoder, UsageInfo
 from pigou.wire.sse import DONE
-from pigou.worker.http.sequence_output import Explainer, SequenceOutput, ToolStream
+from pigou.worker.http.sequence_output import Explainer, MessageStream, SequenceOutput
 
 #: Root span name, as in vLLM.
 ROOT = "llm_request"
@@ -51,7 +51,7 @@ class ReplySequence:
     text: list[str] = field(default_factory=list)  # text of a non-streamed reply
     offset: int = 0  # text length of the tokens whose logprobs were sent
     opened: bool = False  # a chunk was sent
-    tools: ToolStream | None = None  # tool calls, if allowed
+    message: MessageStream | None = None  # for chats with tools or reasoning
     loading: int = 0  # start of its block transfer; 0 if none or not traced
     # prefill chunks, if traced: begin, end, tokens.
     chunks: Sequence[tuple[int, int, int]] = ()
@@ -60,7 +60,7 @@ class ReplySequence:
     def finish(self) -> str | None:
         """Finish reason for clients; None while running."""
         choice = self.choice
-        called = self.tools is not None and bool(self.tools.calls)
+        called = self.message is not None and bool(self.message.calls)
         if called and choice.finish == "stop" and not choice.stopped_by_text:
             return "tool_calls"
         return choice.finish
@@ -122,8 +122,8 @@ class Reply:
         choice = sequence.choice
         text = choice.take(token)
         ended = choice.finish is not None
-        if sequence.tools is not None:
-            return self._take_with_tools(sequence, token, text, report)
+        if sequence.message is not None:
+            return self._take_parsed(sequence, token, text, report)
         if self._text_only and not ended and sequence.opened:
             self._frames.append(self._stream.text(sequence.index, text))
             self._wake.set()
@@ -138,12 +138,12 @@ class Reply:
             self._close()
         return ended
 
-    def _take_with_tools(
+    def _take_parsed(
         self, sequence: ReplySequence, token: int, text: str, report: Report | None
     ) -> bool:
-        assert sequence.tools is not None
+        assert sequence.message is not None
         ended = sequence.choice.finish is not None
-        delta = sequence.tools.feed(text, ended)
+        delta = sequence.message.feed(text, ended)
         if report is not None and sequence.explainer is not None:
             sequence.logprobs.append(sequence.explainer.explain(report))
         # One chunk per token, so that a stream can be resumed elsewhere between chunks.
@@ -156,7 +156,7 @@ class Reply:
     def end(self, sequence: ReplySequence, reason: str) -> None:
         """End a sequence that the engine ended without a final token."""
         text = sequence.choice.end(reason)
-        delta = None if sequence.tools is None else sequence.tools.feed(text, True)
+        delta = None if sequence.message is None else sequence.message.feed(text, True)
         if self.options.stream:
             self._chunk(sequence, text, [], delta)
         else:
@@ -210,7 +210,9 @@ class Reply:
 
     def usage(self) -> UsageInfo:
         """Return the usage of the whole reply."""
-        return openai_replies.usage(*self.token_counts())
+        parsed = [one.message for one in self.sequences if one.message is not None]
+        counts = [one.reasoning_tokens for one in parsed if one.reasoning_tokens is not None]
+        return openai_replies.usage(*self.token_counts(), sum(counts) if counts else None)
 
     def token_counts(self) -> tuple[int, int, int]:
         """Return the prompt, output and cached tokens of the whole reply."""
@@ -305,11 +307,13 @@ class Reply:
         )
 
     def _chat_choice(self, sequence: ReplySequence) -> Json:
-        choice, tools = sequence.choice, sequence.tools
-        text = "".join(sequence.text if tools is None else tools.content)
+        choice, parsed = sequence.choice, sequence.message
+        text = "".join(sequence.text if parsed is None else parsed.content)
+        calls = None if parsed is None else parsed.calls
+        thoughts = "" if parsed is None else "".join(parsed.thoughts)
         return openai_replies.choice(
             sequence.index,
-            {"message": openai_replies.message(text, None if tools is None else tools.calls)},
+            {"message": openai_replies.message(text, calls, thoughts)},
             sequence.finish,
             choice.stop,
             logprobs=self._all_logprobs(sequence),

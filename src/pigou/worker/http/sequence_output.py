@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pigou.request import SamplingParams
 from pigou.runtime.step_output import RankedLogprobs as Report
 from pigou.text.detokenizer import Detokenizer
+from pigou.text.reasoning import HARMONY, Reasoning
 from pigou.text.stop_strings import StopMatch, Stops
 from pigou.text.tokenizer import Tokenizer
 from pigou.text.tool_calls import (
@@ -20,11 +22,12 @@ from pigou.text.tool_calls import (
     NamedParser,
     ParserName,
     RequiredParser,
+    Thought,
     ToolParser,
     make_parser,
 )
 from pigou.wire.errors import bad_request
-from pigou.wire.openai_replies import Json, Logprob, LogprobsEntry
+from pigou.wire.openai_replies import Json, Logprob, LogprobsEntry, reasoning_fields
 from pigou.wire.openai_requests import ChatRequest
 from pigou.wire.structured_output import ToolUse, tool_use
 
@@ -81,7 +84,7 @@ class SequenceOutput:
         self.count = 0
         self.finish: str | None = None
         self.stop: str | int | None = None
-        self.replayed = "".join([self.take(token) for token in resumed])
+        self.replayed = [self.take(token) for token in resumed]  # text of each
         self.tokens.clear()
 
     def take(self, token: int) -> str:
@@ -156,13 +159,14 @@ class Tools:
     format: ParserName | None  # format of the model's own calls, if any
     single: bool = False  # pass on at most one call
 
-    def parser(self, reasoning: str) -> ToolParser:
-        """Create a parser for a reply, which may begin within reasoning."""
+    def parser(self, reasoning: str) -> ToolParser | None:
+        """Create a parser for a reply, which may begin within reasoning; None if harmony's will."""
         if self.use.mode == "named":
             return NamedParser(self.use.named)
         if self.use.mode == "required":
             return RequiredParser()
-        assert self.format is not None
+        if self.format is None:
+            return None
         return make_parser(self.format, self.use.functions, reasoning)
 
     def markup(self, tokenizer: Tokenizer) -> frozenset[int]:
@@ -170,16 +174,20 @@ class Tools:
         if self.use.mode != "auto" or self.format is None:
             return frozenset()
         marks = (*MARKUP[self.format], *REASONING, *REASONING.values())
-        ids = [tokenizer.backend.token_to_id(mark) for mark in marks]
-        return frozenset(index for index in ids if index is not None)
+        return tokenizer.ids(marks)
 
 
-def request_tools(request: ChatRequest, format: ParserName | None) -> Tools | None:
-    """Return a request's tools, if it may call any; raises APIError 400 if invalid."""
+def request_tools(
+    request: ChatRequest, format: ParserName | None, reasoning: str | None = None
+) -> Tools | None:
+    """Return a request's tools, if it may call any; raises APIError 400 if invalid.
+
+    `reasoning` is the model's family; harmony's parser reads tool calls as well.
+    """
     use = tool_use(request)
     if use is None:
         return None
-    if use.mode == "auto" and format is None:
+    if use.mode == "auto" and format is None and reasoning != HARMONY:
         raise bad_request(
             "tools is given and tool_choice is auto, and the model's chat template names no known "
             f"format of tool calls: start the worker with --tool-call-parser {'|'.join(PARSERS)}, "
@@ -189,31 +197,50 @@ def request_tools(request: ChatRequest, format: ParserName | None) -> Tools | No
     return Tools(use, format, request.parallel_tool_calls is False)
 
 
-class ToolStream:
-    """Parses the tool calls of one choice incrementally."""
+class MessageStream:
+    """Parses reasoning, content and tool calls of one choice incrementally."""
 
-    def __init__(self, tools: Tools, key: str, replayed: str = "", reasoning: str = "") -> None:
-        self._parser = tools.parser(reasoning)
-        self._single = tools.single
-        self._short = tools.format == "mistral"
+    def __init__(
+        self, tools: Tools | None, key: str, replayed: Sequence[str] = (),
+        reasoning: Reasoning | None = None, tag: str = "",
+    ) -> None:  # fmt: skip
+        """`replayed` are the texts of tokens before; `tag` opened reasoning of no known family."""
+        parser = None if tools is None else tools.parser(tag)
+        if reasoning is not None:
+            names = tools.use.functions if tools is not None and tools.use.mode == "auto" else ()
+            parser = reasoning.parser(parser, names)
+        assert parser is not None
+        self._parser = parser
+        self._single = tools is not None and tools.single
+        self._short = tools is not None and tools.format == "mistral"
+        self._shows = reasoning is not None and reasoning.shown
         self._key = key
         self.calls: list[Json] = []
         self.content: list[str] = []
-        self._take(self._parser.feed(replayed))
+        self.thoughts: list[str] = []
+        self.reasoning_tokens = None if reasoning is None else 0
+        for text in replayed:
+            self.feed(text, False)
         self.content.clear()
+        self.thoughts.clear()
 
     def feed(self, text: str, ended: bool) -> Json:
-        """Add text; return the resulting delta, empty for none."""
+        """Add a token's text; return the resulting delta, empty for none."""
+        was_thinking = self._parser.thinking
         events = self._parser.feed(text)
+        if self.reasoning_tokens is not None:
+            self.reasoning_tokens += was_thinking or self._parser.thinking
         if ended:
             events += self._parser.finish()
         return self._take(events)
 
     def _take(self, events: list[Event]) -> Json:
-        content, pieces = "", dict[int, Json]()
+        content, thought, pieces = "", "", dict[int, Json]()
         for event in events:
             if isinstance(event, str):
                 content += event
+            elif isinstance(event, Thought):
+                thought += event.text if self._shows else ""
             elif self._single and event.index > 0:
                 continue
             elif isinstance(event, CallStart):
@@ -230,6 +257,9 @@ class ToolStream:
                 )
                 piece["function"]["arguments"] += event.text
         delta: Json = {}
+        if thought:
+            self.thoughts.append(thought)
+            delta = reasoning_fields(thought)
         if content:
             self.content.append(content)
             delta["content"] = content

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from pigou.kv.tenure import Tenure, salt_expiry
 from pigou.text.chat_template import ChatTemplate
+from pigou.text.reasoning import detect_family
 from pigou.text.tokenizer import Tokenizer
 from pigou.text.tool_calls import ParserName, detect_parser
 from pigou.wire.sampling_params import Defaults, ModelLimits
@@ -42,6 +43,7 @@ class ServedModel:
     seed: Callable[[str], bytes]  # cache salt -> seed of block hashes
     release: str  # weights digest, part of all seeds
     tool_format: ParserName | None = None  # format of the model's own tool calls, if known
+    reasoning: str | None = None  # family by which replies reason, if any
 
 
 def seeds(name: str, digest: str) -> Callable[[str], bytes]:
@@ -65,6 +67,13 @@ def tool_format(template: ChatTemplate | None, option: str) -> ParserName | None
     if option == "auto":
         return detect_parser(None if template is None else template.identity)
     return None if option == "none" else cast("ParserName", option)
+
+
+def reasoning_family(template: ChatTemplate | None, option: str) -> str | None:
+    """Return the family of a model's reasoning."""
+    if option == "auto":
+        return detect_family(None if template is None else template.identity)
+    return None if option == "none" else option
 
 
 def sampling_defaults(generation: dict[str, Any]) -> Defaults:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pigou.request import Grammar
 from pigou.runtime.step_output import GrammarError, described, is_contained
+from pigou.text.reasoning import Reasoning
 from pigou.wire.errors import APIError, bad_request
 from pigou.wire.fair_turns import FairTurns
 from pigou.wire.openai_requests import ChatRequest, GenerationRequest
@@ -228,7 +229,7 @@ class OutputConstraints:
         """Return a request's validated tools, if it may call any."""
         if not isinstance(request, ChatRequest):
             return None
-        return request_tools(request, self._model.tool_format)
+        return request_tools(request, self._model.tool_format, self._model.reasoning)
 
     async def shape(
         self,
@@ -237,11 +238,21 @@ class OutputConstraints:
         output: Sequence[int],
         tenant: str = "",
         tools: Tools | None = None,
+        reasoning: Reasoning | None = None,
     ) -> OutputConstraint:
-        """Return a request's constraint; raises APIError 400 (bad grammar) or 503 (queue full)."""
+        """Return a request's constraint, which holds after reasoning.
+
+        Raises APIError 400 (bad grammar) or 503 (queue full).
+        """
         wanted, name = self._wanted(request, tools)
         if wanted is None:
             return OutputConstraint(None, [None] * count, tools)
+        watches = (
+            []
+            if reasoning is None
+            else [reasoning.end(self._model.tokenizer) for _ in range(count)]
+        )
+        output = [token for token in output if not [end for end in watches if end.take(token)]]
         try:
             tenant_key = tenant or request.cache_salt or ""
             states = await self._source.prepare(wanted, tenant_key, count, output)
@@ -251,6 +262,8 @@ class OutputConstraints:
             ) from None
         except ValueError as error:
             raise bad_request(f"{name} cannot be honoured: {error}", name) from None
+        for state, end in zip(states, watches, strict=False):
+            state.wait_for(end)
         return OutputConstraint(wanted, [*states], tools)
 
     def _wanted(

@@ -39,6 +39,7 @@ from pigou.worker.engine_thread.mock_worker import (
 from pigou.worker.http.served_model import (
     ServedModel,
     chat_template,
+    reasoning_family,
     sampling_defaults,
     seeds,
     tool_format,
@@ -345,6 +346,7 @@ def _served(
         tokenizer=tokenizer,
         template=template,
         tool_format=tool_format(template, config.tool_call_parser),
+        reasoning=reasoning_family(template, config.reasoning_parser),
         eos=within(eos, limits.vocab_size),
         limits=limits,
         defaults=sampling_defaults(tokenizer.generation),
