@@ -44,7 +44,19 @@ _QWEN2_SIZES = _LLAMA_SIZES | {
 }  # fmt: skip
 _QWEN3 = Family(qk_norm="head", window="switch", defaults=_QWEN2_SIZES | {"head_dim": 128})
 _QWEN2 = Family(qkv_bias=True, output_bias=False, window="switch", defaults=_QWEN2_SIZES)
-_QWEN3_MOE = replace(_QWEN3, defaults={})
+_QWEN_MOE_SIZES = _QWEN2_SIZES | {
+    "hidden_size": 2048, "num_hidden_layers": 24, "sliding_window": None, "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+}  # fmt: skip
+_QWEN2_MOE = replace(_QWEN2, qkv_bias="qkv_bias", served=True, defaults=_QWEN_MOE_SIZES | {
+    "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+    "num_experts_per_tok": 4, EXPERTS[-1]: 60, "qkv_bias": True,
+})  # fmt: skip
+_QWEN3_MOE = replace(_QWEN3, served=True, defaults=_QWEN_MOE_SIZES | {
+    "intermediate_size": 6144, "num_key_value_heads": 4, "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8, EXPERTS[-1]: 128,  # read after all keys of a config.json
+})  # fmt: skip
 _QWEN_NEXT = replace(_QWEN3, defaults={"head_dim": 256, "attn_output_gate": True})
 _GEMMA = Family(defaults={"tie_word_embeddings": True, "head_dim": 256})
 _GEMMA3_SIZES: dict[str, Any] = {
@@ -52,7 +64,12 @@ _GEMMA3_SIZES: dict[str, Any] = {
     "num_key_value_heads": 4, "sliding_window": 4096,
 }  # fmt: skip
 _DEEPSEEK = Family(qkv_bias=False, output_bias=False)
-_MIXTRAL = Family(mlp=("block_sparse_moe", "mlp"), qkv_bias=False, output_bias=False, window="all")
+_MIXTRAL_SIZES = _MISTRAL_SIZES | {
+    "sliding_window": None, EXPERTS[-1]: 8, "num_experts_per_tok": 2, "norm_topk_prob": True,
+    "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+}  # fmt: skip
+_MIXTRAL = Family(mlp=("block_sparse_moe", "mlp"), qkv_bias=False, output_bias=False, window="all",
+                  defaults=_MIXTRAL_SIZES, served=True)  # fmt: skip
 _TIED = {"tie_word_embeddings": True}
 _LAYER_NORM = Family(gated=False, norm_bias=True)
 
@@ -307,15 +324,15 @@ FAMILIES: dict[str, Family] = {
                       served=True),
     "ministral": Family(qkv_bias=False, output_bias=False, window="all"),
     "ministral3": Family(qkv_bias=False, output_bias=False, window="all"),
-    "mixtral": replace(_MIXTRAL, defaults={"num_key_value_heads": 8}),
+    "mixtral": _MIXTRAL,
     "qwen2": replace(_QWEN2, served=True),
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": _QWEN2,
-    "qwen2_moe": replace(_QWEN2, defaults={}),
+    "qwen2_moe": _QWEN2_MOE,
     "qwen3": replace(_QWEN3, served=True),
     "qwen3_vl": _QWEN3,
     "qwen3_moe": _QWEN3_MOE,
-    "qwen3_vl_moe": replace(_QWEN3_MOE, defaults={"head_dim": 128}),
+    "qwen3_vl_moe": replace(_QWEN3, defaults={"head_dim": 128}),
     "qwen3_next": _QWEN_NEXT,
     "qwen3_5": _QWEN_NEXT,
     "qwen3_5_moe": _QWEN_NEXT,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pigou.models import ModelError
 from pigou.runtime.attention.paged_attention import HeadNorm, PagedAttention
+from pigou.runtime.models.experts import Experts, ExpertsConfig, MoE, load_products
 from pigou.runtime.models.linear import Linear, Product
 from pigou.runtime.models.model_config import ModelConfig
 from pigou.runtime.models.weights import Weights
@@ -152,6 +153,12 @@ def load_layer(index: int, config: ModelConfig, weights: Weights, ops: Ops) -> L
             weights.take(f"{prefix}self_attn.k_norm.weight", width),
             config.norm_eps,
         )
+    experts = config.experts
+    mlp: Callable[[Tensor], Tensor]
+    if experts is not None and index in experts.layers:
+        mlp = _load_experts(loader, experts, hidden, ops)
+    else:
+        mlp = loader.mlp("mlp", hidden, config.ffn, config.mlp_bias, ops)
     return Layer(
         index=index,
         eps=config.norm_eps,
@@ -160,20 +167,50 @@ def load_layer(index: int, config: ModelConfig, weights: Weights, ops: Ops) -> L
         qkv=loader.fused("self_attn", attention, hidden, config.qkv_bias),
         head_norm=head_norm,
         output=loader.fused("self_attn", {"o_proj": hidden}, queries, config.output_bias),
-        mlp=GatedMLP(
-            gate_up=loader.fused(
-                "mlp", {"gate_proj": config.ffn, "up_proj": config.ffn}, hidden, config.mlp_bias
-            ),
-            down=loader.fused("mlp", {"down_proj": hidden}, config.ffn, config.mlp_bias),
-            ops=ops,
-        ),
+        mlp=mlp,
     )
+
+
+def _load_experts(loader: _Loader, config: ExpertsConfig, hidden: int, ops: Ops) -> MoE:
+    block, (gate, up, down) = config.block, config.leaves
+
+    def load(expert: int) -> tuple[Linear, Linear]:
+        part = f"{block}.experts.{expert}"
+        return (
+            loader.fused(part, {gate: config.width, up: config.width}, hidden, biased=False),
+            loader.fused(part, {down: hidden}, config.width, biased=False),
+        )
+
+    weights, prefix = loader.weights, loader.prefix
+    router = weights.take(f"{prefix}{block}.gate.weight", config.count, hidden)
+    device = router.device
+    experts = Experts(
+        products=load_products(range(config.count), load, ops.gate, device),
+        loads=torch.zeros(config.count, dtype=torch.int64, device=device),
+        activated=torch.zeros(1, dtype=torch.int64, device=device),
+    )
+    moe = MoE(Linear(router.float()), config.routing, experts)
+    if config.shared_width:
+        shared = f"{block}.shared_expert"
+        moe.shared = loader.mlp(shared, hidden, config.shared_width, biased=False, ops=ops)
+        gate_weight = weights.take(f"{prefix}{block}.shared_expert_gate.weight", 1, hidden)
+        moe.shared_gate = Linear(gate_weight)
+    return moe
 
 
 @dataclass(frozen=True, slots=True)
 class _Loader:
     weights: Weights
     prefix: str
+
+    def mlp(self, part: str, hidden: int, width: int, biased: bool, ops: Ops) -> GatedMLP:
+        """Load a gated MLP."""
+        gate_up = {"gate_proj": width, "up_proj": width}
+        return GatedMLP(
+            gate_up=self.fused(part, gate_up, hidden, biased),
+            down=self.fused(part, {"down_proj": hidden}, width, biased),
+            ops=ops,
+        )
 
     def fused(self, part: str, outputs: dict[str, int], inputs: int, biased: bool) -> Linear:
         """Concatenate projections of the same input into one, in the given order."""

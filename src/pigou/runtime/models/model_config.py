@@ -11,9 +11,10 @@ from pigou.config import ConfigError
 from pigou.models import ModelError
 from pigou.models.hf_config import HfConfig
 from pigou.models.hf_config import read_config as read_source
-from pigou.models.layers import Family, head_dim_of, window_of
+from pigou.models.layers import EXPERTS, TOP, Family, has_experts, head_dim_of, window_of
 from pigou.models.read import served_family
 from pigou.models.rope_parameters import scaled_context
+from pigou.runtime.models.experts import ExpertsConfig, Routing
 from pigou.runtime.models.rotary_embedding import Rope, read_rope
 from pigou.text.model_files import read_end_tokens
 
@@ -22,13 +23,13 @@ from pigou.text.model_files import read_end_tokens
 class ModelConfig:
     """A decoder-only transformer with grouped-query attention, RMS norm and SwiGLU."""
 
-    family: str  # "llama", "mistral", "qwen2" or "qwen3"
+    family: str  # "llama", "qwen3_moe", ...
     layers: int
     hidden: int  # width of the residual stream
     heads: int
     kv_heads: int  # divides `heads`
     head_dim: int
-    ffn: int  # feed-forward width
+    ffn: int  # feed-forward width of dense layers
     vocab: int  # rows of the embedding
     # max sequence length, at most the sliding window, within which full attention is equal.
     context: int
@@ -39,6 +40,7 @@ class ModelConfig:
     output_bias: bool = False  # on the attention output
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm of each query and key head, before RoPE
+    experts: ExpertsConfig | None = None
     dtype: str = "bfloat16"  # dtype of the published weights ("float32", "bfloat16", ...)
     # end token ids, from generation_config.json if present.
     eos: frozenset[int] = frozenset()
@@ -99,7 +101,28 @@ def _parse(config: HfConfig) -> ModelConfig:
         output_bias=output_bias,
         mlp_bias=mlp_bias,
         qk_norm=bool(described.qk_norm),
+        experts=_experts(config, described),
         dtype=str(config.get("dtype", "torch_dtype") or "float32"),
+    )
+
+
+def _experts(config: HfConfig, family: Family) -> ExpertsConfig | None:
+    layers, count = config.size("num_hidden_layers"), config.count(*EXPERTS, default=0)
+    sparse = frozenset(index for index in range(layers) if has_experts(config, index, layers))
+    if not sparse:
+        return None
+    top = config.size(*TOP)
+    if top > count:
+        raise config.error(TOP[0], f"it must be 1 to the {count} experts")
+    mixtral = family.mlp[0] == "block_sparse_moe"
+    return ExpertsConfig(
+        count=count,
+        width=config.size("moe_intermediate_size", "intermediate_size"),
+        routing=Routing(top, normalise=config.flag("norm_topk_prob")),
+        layers=sparse,
+        shared_width=config.count("shared_expert_intermediate_size", default=0),
+        block=family.mlp[0],
+        leaves=("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj"),
     )
 
 
