@@ -154,7 +154,7 @@ def load_layer(index: int, config: ModelConfig, weights: Weights, ops: Ops) -> L
             config.norm_eps,
         )
     experts = config.experts
-    mlp: Callable[[Tensor], Tensor]
+    mlp: Product
     if experts is not None and index in experts.layers:
         mlp = _load_experts(loader, experts, hidden, ops)
     else:
