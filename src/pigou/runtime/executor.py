@@ -16,6 +16,7 @@ from pigou.request import BlockHashes, FinishReason, Ints, SamplingParams
 from pigou.runtime.attention.batch import StepBatch, make_batch
 from pigou.runtime.attention.kv_cache import KVCache
 from pigou.runtime.attention.paged_attention import PagedAttention
+from pigou.runtime.lora import LoRABank
 from pigou.runtime.models.decoder import Decoder
 from pigou.runtime.ops import Ops
 from pigou.runtime.sampling import IsolatedSampler, Sampler, report
@@ -44,10 +45,12 @@ class TorchExecutor:
         grammars: Callable[[], Grammars],
         end_tokens: frozenset[int],
         evictor: Evictor | None = None,
+        lora: LoRABank | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """Bind a model to a cache and a core; `evictor` None evicts no entries."""
         self.model = model
+        self.lora = lora
         self.cache = cache
         self.tables = tables
         self._attention = attention
@@ -80,6 +83,7 @@ class TorchExecutor:
         *,
         hashes: BlockHashes | None = None,
         grammar: GrammarState | None = None,
+        adapter: str = "",
     ) -> None:
         """Add a request before it is planned; raises GrammarError or ValueError if invalid.
 
@@ -105,6 +109,7 @@ class TorchExecutor:
             if grammar is None:
                 output = sequence.output.tolist()
                 sequence.grammar = self.grammars().start(params.grammar, output)
+        sequence.adapter = adapter
         self._sequences[request] = sequence
 
     def drop(self, request: str) -> None:
@@ -142,6 +147,8 @@ class TorchExecutor:
         """Run moves, then steps until a sequence ends; raises ValueError on a row mismatch."""
         for started in plan.started:
             self._rows[started.row] = self._sequences[started.request]
+            if self.lora is not None:
+                self.lora.take_row(started.row, self._rows[started.row].adapter)
         if self.evictor is not None:
             with torch.inference_mode():
                 self.evictor.begin_plan(plan, self._rows)
@@ -175,6 +182,8 @@ class TorchExecutor:
         reporting = [s for s in sequences if s.prompt_logprobs]
         wanted = upload(batch.last[batch.entries], self._device)
         needs_logits = self.evictor is not None and bool(self.evictor.policy.logit_fields)
+        if self.lora is not None:
+            self.lora.begin(batch.rows, batch.last[batch.entries])
         durations: list[int] = []
         began = self._clock()
         while True:

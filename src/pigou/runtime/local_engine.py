@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from pigou.engine.core import EngineCore
 from pigou.engine.plan import Plan, Result
 from pigou.kv.hashing import chain
 from pigou.request import NEVER, FinishReason, Request, SamplingParams
+from pigou.runtime.lora import Adapter, LoRABank
 from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.step_output import RankedLogprobs, StepOutput
 
@@ -42,12 +44,16 @@ class Output:
 class LocalEngine:
     """Runs prompts to completion with continuous batching."""
 
-    def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
+    def __init__(
+        self, model: LoadedModel, config: EngineConfig, lora: LoRABank | None = None,
+        adapters: Mapping[str, Adapter] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         """Build core and executor; raises ModelError or ConfigError on a bad configuration."""
+        self._adapters = adapters
         self.core = EngineCore(config)
         self.cache = model.cache(config.blocks, config.block_size, config.host_blocks)
         self.executor = model.executor(
-            self.cache, self.core.tables, config.max_model_len, config.eviction
+            self.cache, self.core.tables, config.max_model_len, config.eviction, lora
         )
         self.on_plan: Callable[[Plan], None] = lambda _plan: None
         self._config = config
@@ -66,16 +72,18 @@ class LocalEngine:
         return outputs
 
     def add(
-        self, prompt: Prompt, params: SamplingParams, resume: int = 0, tenant: str = ""
-    ) -> Output:
+        self, prompt: Prompt, params: SamplingParams, resume: int = 0, tenant: str = "",
+        adapter: str = "",
+    ) -> Output:  # fmt: skip
         """Queue a prompt; the returned object fills as `step` is called."""
         request = f"local-{self._number}"
         self._number += 1
         # Prompt logprobs require computing the prompt, so it may not hit the cache.
         shared = params.prompt_logprobs is None
-        hashes = chain(prompt if shared else [], self._config.block_size, _SEED)
-        seed = _SEED if shared else b""
-        self.executor.add(request, prompt, params, seed, resume)
+        key = _SEED + (bytes.fromhex(self._adapters[adapter].digest) if adapter else b"")
+        hashes = chain(prompt if shared else [], self._config.block_size, key)
+        seed = key if shared else b""
+        self.executor.add(request, prompt, params, seed, resume, adapter=adapter)
         output = self._outputs[request] = Output(request)
         self.core.add(
             Request(
@@ -85,6 +93,7 @@ class LocalEngine:
                 hashes=hashes,
                 arrival=time.monotonic_ns(),
                 tenant=tenant,
+                model=adapter,
             )
         )
         return output
@@ -114,6 +123,10 @@ class LocalEngine:
         effects = self.core.apply(plan, result)
         for load in plan.loads:
             raise RuntimeError(f"{load.request}: a local engine loads nothing from outside")
+        for adapter, slot in plan.adapters:
+            assert self.executor.lora is not None
+            self.executor.lora.load(adapter, self._adapters[adapter], slot)
+            self.core.adapter_loaded(adapter)
         for finished in effects.finished:
             output = self._outputs.pop(finished.request)
             output.reason = finished.reason

@@ -36,6 +36,7 @@ class TokenSequence:
     # computed prompt tokens' logprobs; empty if not requested or already reported.
     prompt_logprobs: list[RankedLogprobs | None] = field(default_factory=list)
     failure: str | None = None  # why it failed
+    adapter: str = ""  # LoRA adapter; empty for none
     _output_counts: TokenCounts | None = None
     _all_counts: TokenCounts | None = None
     _bias: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None

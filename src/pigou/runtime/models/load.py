@@ -18,6 +18,7 @@ from pigou.runtime.attention.cpu_attention import CPUAttention
 from pigou.runtime.attention.kv_cache import DTYPES, KVCache, make_layout
 from pigou.runtime.attention.paged_attention import PagedAttention
 from pigou.runtime.executor import TorchExecutor
+from pigou.runtime.lora import LoRABank
 from pigou.runtime.models.decoder import Decoder, load_decoder
 from pigou.runtime.models.model_config import ModelConfig, read_config
 from pigou.runtime.models.weights import Weights, digest_model, find_model
@@ -77,6 +78,7 @@ class LoadedModel:
         tables: Ints,
         max_model_len: int,
         eviction: EvictionConfig | None = None,
+        lora: LoRABank | None = None,
     ) -> TorchExecutor:
         """Build an executor over an empty cache; raises ModelError or ConfigError."""
         if max_model_len > self.config.context:
@@ -98,6 +100,7 @@ class LoadedModel:
             grammars=partial(read_grammars, self.folder, self.config.vocab, self.config.eos),
             end_tokens=self.config.eos,
             evictor=evictor,
+            lora=lora,
         )
         if max_model_len >= WARM_UP_TOKENS:
             warm_up(executor)
