@@ -33,6 +33,7 @@ from pigou.runtime.local_engine import LocalEngine
 from pigou.runtime.models.decoder import Decoder, load_decoder
 from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.models.model_config import ModelConfig, parse_config
+from pigou.runtime.models.weights import WeightSource
 from pigou.runtime.ops import TorchOps
 from pigou.runtime.resources import kv_room
 from pigou.runtime.sampling import Sampler
@@ -44,11 +45,8 @@ from pigou_lab.gpu_check.random_model import TINY, random_model
 DEVICE = torch.device("meta")
 
 
-class AnyWeights:
+class AnyWeights(WeightSource):
     """Weights of whatever shape is asked for, on a device that need not be there."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
 
     def __contains__(self, name: str) -> bool:
         return True
@@ -79,7 +77,7 @@ def plan_of(spans: list[tuple[int, int, int]]) -> Plan:
 
 def parts(family: str, device: torch.device) -> tuple[ModelConfig, Decoder, PagedAttention]:
     config = replace(parse_config(make_config(family)), tied=True)
-    weights: Any = AnyWeights(device, torch.bfloat16)
+    weights = AnyWeights(torch.bfloat16, device)
     decoder = load_decoder(replace(config, tied=False), weights, TorchOps())
     layout = make_layout(config, model="m", digest="d", dtype=torch.bfloat16, block_size=16)
     shape = (32, layout.layers, 2, layout.kv_heads, layout.head_dim * 16)

@@ -37,7 +37,6 @@ _ELSEWHERE = {
     "--max-num-seqs": "give --max-seqs",
     "--mem-fraction-static": "give --memory, as 20GiB, for KV blocks",
     "--model-path": "give the model as `pigou serve MODEL`",
-    "--quantization": "quantised models run on vLLM or SGLang servers: --attach URL",
     "--swap-space": "give --tier host=4GiB",
     "--trust-remote-code": "leave it out: no code of a model's folder is run",
 } | dict.fromkeys(

@@ -17,6 +17,7 @@ from pigou.tracing.config import TracingConfig
 
 ExecutorKind = Literal["torch", "sleep"]
 JsonWhitespace = Literal["compact", "flexible"]
+Quantization = Literal["auto", "int8", "fp8", "none"]
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
 UnknownFieldsMode = Literal["warn", "refuse"]
 #: Backends of KV transfer (`kv_transfer.transfer_config`).
@@ -43,6 +44,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ] = ""
     device: Annotated[str, option("cpu, cuda or cuda:N.", "Model")] = "cpu"
     dtype: Annotated[str, option("auto, bf16 or fp32.", "Model")] = "auto"
+    quantization: Annotated[
+        Quantization,
+        option(
+            "Weight format: auto keeps the checkpoint's, int8 or fp8 quantise per channel when "
+            "loading, none dequantises.",
+            "Model",
+        ),
+    ] = "auto"
     threads: Annotated[int, option("Compute threads.", "Model")] = 1
     host: Annotated[str, option("Address that the HTTP server listens on.", "Server")] = "127.0.0.1"
     port: Annotated[int, option("Port to listen on; 0 picks a free one.", "Server")] = 8100

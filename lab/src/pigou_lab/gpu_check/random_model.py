@@ -15,6 +15,7 @@ from torch import Tensor
 from pigou.runtime.models.decoder import load_decoder
 from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.models.model_config import parse_config
+from pigou.runtime.models.weights import WeightSource
 from pigou.runtime.ops import KernelOps, TorchOps
 
 #: The shape of Qwen3-0.6B.
@@ -49,11 +50,15 @@ _END_TOKEN = 256
 _SPREAD = 4.0
 
 
-class RandomWeights:
+class RandomWeights(WeightSource):
     """Weights seeded by name, made on one device and put on another."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, source: torch.device) -> None:
-        self._dtype, self._device, self._source = dtype, device, source
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, source: torch.device,
+        quantization: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__(dtype, device, quantization)
+        self._source = source
 
     def __contains__(self, name: str) -> bool:
         return name != "lm_head.weight"
@@ -61,19 +66,20 @@ class RandomWeights:
     def take(self, name: str, *shape: int) -> Tensor:
         """Return a weight: ones for a norm, else normal numbers scaled by their inputs."""
         if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=self._dtype, device=self._device)
+            return torch.ones(shape, dtype=self.dtype, device=self.device)
         generator = torch.Generator(self._source).manual_seed(zlib.crc32(name.encode()))
         weight = torch.randn(shape, generator=generator, device=self._source)
         scale = shape[-1] ** -0.5 * (_SPREAD if "embed" in name else 1.0)
-        return weight.mul_(scale).to(device=self._device, dtype=self._dtype)
+        return weight.mul_(scale).to(device=self.device, dtype=self.dtype)
 
 
 def random_model(
-    shape: dict[str, Any], device: str, dtype: torch.dtype, *, source: str = "cpu"
-) -> LoadedModel:
+    shape: dict[str, Any], device: str, dtype: torch.dtype, *, source: str = "cpu",
+    quantization: str = "auto",
+) -> LoadedModel:  # fmt: skip
     """Make a model of random weights, drawn on device `source`: equal sources give equal models."""
     config, torch_device = parse_config(shape), torch.device(device)
-    weights: Any = RandomWeights(dtype, torch_device, torch.device(source))
+    weights = RandomWeights(dtype, torch_device, torch.device(source), quantization)
     with torch.inference_mode():
         ops = KernelOps() if torch_device.type == "cpu" else TorchOps()
         decoder = load_decoder(config, weights, ops)
@@ -96,7 +102,7 @@ def write_checkpoint(
 ) -> None:
     """Write a servable checkpoint of random weights, with a byte tokenizer."""
     cpu = torch.device("cpu")
-    weights: Any = _RecordedWeights(dtype, cpu, torch.device(source))
+    weights = _RecordedWeights(dtype, cpu, torch.device(source))
     with torch.inference_mode():
         load_decoder(parse_config(shape), weights, TorchOps())
         save_file(weights.tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -12,9 +12,9 @@ from torch import Tensor
 from pigou.models import ModelError
 from pigou.runtime.attention.paged_attention import HeadNorm, PagedAttention
 from pigou.runtime.models.experts import Experts, ExpertsConfig, MoE, load_products
-from pigou.runtime.models.linear import Linear, Product
+from pigou.runtime.models.linear import Linear, Product, WeightMatrix, concatenate
 from pigou.runtime.models.model_config import ModelConfig
-from pigou.runtime.models.weights import Weights
+from pigou.runtime.models.weights import WeightSource
 from pigou.runtime.ops import Ops
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Decoder:
         return self.head(hidden)
 
 
-def load_decoder(config: ModelConfig, weights: Weights, ops: Ops) -> Decoder:
+def load_decoder(config: ModelConfig, weights: WeightSource, ops: Ops) -> Decoder:
     """Load a model's tensors; raises ModelError if one is missing or has another shape."""
     embedding, head = _embedding_and_head(config, weights)
     return Decoder(
@@ -63,12 +63,12 @@ def load_decoder(config: ModelConfig, weights: Weights, ops: Ops) -> Decoder:
         embedding=embedding,
         layers=[load_layer(index, config, weights, ops) for index in range(config.layers)],
         norm=weights.take("model.norm.weight", config.hidden),
-        head=Linear(head),
+        head=weights.linear(WeightMatrix(head), head=True),
         ops=ops,
     )
 
 
-def _embedding_and_head(config: ModelConfig, weights: Weights) -> tuple[Tensor, Tensor]:
+def _embedding_and_head(config: ModelConfig, weights: WeightSource) -> tuple[Tensor, Tensor]:
     """Load embedding and output layer; if both exist, both are used."""
     shape = config.vocab, config.hidden
     if config.tied and _EMBEDDING not in weights and _HEAD in weights:
@@ -139,7 +139,7 @@ class GatedMLP:
         return self.down(self.ops.gate(self.gate_up(x)))
 
 
-def load_layer(index: int, config: ModelConfig, weights: Weights, ops: Ops) -> Layer:
+def load_layer(index: int, config: ModelConfig, weights: WeightSource, ops: Ops) -> Layer:
     """Load a layer's tensors, by Hugging Face names; raises ModelError on a mismatch."""
     prefix = f"model.layers.{index}."
     loader = _Loader(weights, prefix)
@@ -200,7 +200,7 @@ def _load_experts(loader: _Loader, config: ExpertsConfig, hidden: int, ops: Ops)
 
 @dataclass(frozen=True, slots=True)
 class _Loader:
-    weights: Weights
+    weights: WeightSource
     prefix: str
 
     def mlp(self, part: str, hidden: int, width: int, biased: bool, ops: Ops) -> GatedMLP:
@@ -215,8 +215,8 @@ class _Loader:
     def fused(self, part: str, outputs: dict[str, int], inputs: int, biased: bool) -> Linear:
         """Concatenate projections of the same input into one, in the given order."""
         names = {f"{self.prefix}{part}.{name}": size for name, size in outputs.items()}
-        weight = [self.weights.take(f"{name}.weight", size, inputs) for name, size in names.items()]
+        matrix = concatenate([self.weights.matrix(n, size, inputs) for n, size in names.items()])
         if not biased:
-            return Linear(torch.cat(weight))
+            return self.weights.linear(matrix)
         bias = [self.weights.take(f"{name}.bias", size) for name, size in names.items()]
-        return Linear(torch.cat(weight), torch.cat(bias))
+        return self.weights.linear(matrix, torch.cat(bias))

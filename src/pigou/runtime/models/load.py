@@ -108,11 +108,16 @@ class LoadedModel:
 
 
 def load(
-    model: str | Path, dtype: str = "auto", device: str = "cpu", group: Group | None = None
+    model: str | Path,
+    dtype: str = "auto",
+    device: str = "cpu",
+    group: Group | None = None,
+    quantization: str = "auto",
 ) -> LoadedModel:
     """Load a model from a Hugging Face folder or hub id; raises ModelError if that fails.
 
     With a group, its ranks share the model by tensor parallelism, and this one loads its part.
+    `quantization` as in `WeightSource`.
     """
     folder = find_model(model)
     config = read_config(folder)
@@ -121,7 +126,8 @@ def load(
     ops = KernelOps() if torch_device.type == "cpu" else TorchOps()
     shard = None if group is None else Shard(config, group.rank, group.size)
     part = None if shard is None else shard.part
-    with torch.inference_mode(), Weights(folder, chosen, torch_device, part) as weights:
+    source = Weights(folder, chosen, torch_device, part, quantization)
+    with torch.inference_mode(), source as weights:
         decoder = load_decoder(config if shard is None else shard.config, weights, ops)
     if group is not None:
         share(decoder, group)
@@ -130,7 +136,7 @@ def load(
     return LoadedModel(
         name=str(model),
         folder=folder,
-        digest=digest_model(folder),
+        digest=digest_model(folder, quantization),
         config=config,
         decoder=decoder,
         dtype=chosen,

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pigou.models import ModelError, model_folder
+from pigou.runtime.models.linear import FP8, Linear, WeightMatrix, make_linear
 from pigou.small_file import parse_json, read_bytes, read_json
 
 log = logging.getLogger(__name__)
@@ -156,13 +157,15 @@ def find_model(model: str | Path) -> Path:
         raise ModelError(f"model {name!r} cannot be had from the hub: {error}") from None
 
 
-def digest_model(folder: Path) -> str:
-    """Hash config and each tensor's name, type, shape and first 4 KiB; 16 hex digits.
+def digest_model(folder: Path, quantization: str = "auto") -> str:
+    """Hash config, requested format, each tensor's name, type, shape, first 4 KiB; 16 hex digits.
 
     Fine-tuned models differ even if some layers were frozen. Raises ModelError on a damaged file.
     """
     digest = hashlib.blake2b(digest_size=8)
     digest.update(read_bytes(folder / "config.json"))
+    if quantization != "auto":
+        digest.update(quantization.encode())
     for path in sorted(find_weight_files(folder).paths):
         with path.open("rb") as file:
             size = file.read(8)
@@ -199,7 +202,45 @@ class Part(NamedTuple):
     whole: int  # the tensor's own length along the axis
 
 
-class Weights:
+class WeightSource:
+    """A model's tensors by Hugging Face names, and products with them."""
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, quantization: str = "auto"
+    ) -> None:
+        """`quantization` is int8, fp8, none (plain numbers), or auto for the checkpoint's own."""
+        self.dtype, self.device, self.quantization = dtype, device, quantization
+
+    def __contains__(self, name: str) -> bool:
+        raise NotImplementedError
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor in the model's dtype and device; raises ModelError if not as expected."""
+        raise NotImplementedError
+
+    def matrix(self, module: str, outputs: int, inputs: int) -> WeightMatrix:
+        """Return a module's weight as stored; raises ModelError if not as expected."""
+        return WeightMatrix(self.take(f"{module}.weight", outputs, inputs))
+
+    def linear(
+        self, matrix: WeightMatrix, bias: Tensor | None = None, *, head: bool = False
+    ) -> Linear:
+        """Return the product with a matrix in the requested format; fp8 spares the output layer.
+
+        FP8 on CPU is dequantised once: a product with it would take 30 times as long.
+        """
+        if self.quantization == "none":
+            matrix = WeightMatrix(matrix.dense(self.dtype))
+        elif self.quantization == "int8":
+            matrix = matrix.quantised(torch.int8)
+        elif self.quantization == "fp8" and not head:
+            matrix = matrix.quantised(FP8)
+        if matrix.data.dtype is FP8 and self.device.type == "cpu":
+            matrix = WeightMatrix(matrix.dense(self.dtype))
+        return make_linear(matrix, bias, self.dtype)
+
+
+class Weights(WeightSource):
     """Tensors of safetensors files, each to be taken once; the index decides on duplicates."""
 
     def __init__(
@@ -208,15 +249,15 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         part: Callable[[str], Part | None] | None = None,
+        quantization: str = "auto",
     ) -> None:
         """Open the files; raises ModelError if one is damaged or there are none.
 
         `part` tells which part of a tensor, by its name, `take` reads; None for all of it.
         """
+        super().__init__(dtype, device, quantization)
         self._part = part
         self._folder = folder
-        self._dtype = dtype
-        self._device = device
         self._files: dict[str, Any] = {}
         self._where: dict[str, str] = {}
         self._taken: set[str] = set()
@@ -250,7 +291,7 @@ class Weights:
             )
         self._taken.add(name)
         self._note_dtype(tensor.dtype)
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor.to(device=self.device, dtype=self.dtype)
 
     def __enter__(self) -> Weights:
         return self
@@ -285,8 +326,8 @@ class Weights:
         return ""
 
     def _note_dtype(self, dtype: torch.dtype) -> None:
-        if dtype is not self._dtype and dtype not in self._dtypes:
-            log.info("%s: weights in %s are converted to %s", self._folder, dtype, self._dtype)
+        if dtype is not self.dtype and dtype not in self._dtypes:
+            log.info("%s: weights in %s are converted to %s", self._folder, dtype, self.dtype)
         self._dtypes.add(dtype)
 
     def _open(self, path: Path) -> None:

@@ -120,7 +120,7 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
 
     set_threads(config.threads)
     source = bundled_path() if config.model == "bundled" else config.model
-    loaded = load(source, config.dtype, config.device)
+    loaded = load(source, config.dtype, config.device, quantization=config.quantization)
     layout = loaded.layout(config.block_size)
     max_tokens = config.max_model_len or loaded.config.context
     on_cpu = loaded.device.type == "cpu"
