@@ -275,13 +275,13 @@ class Weights(WeightSource):
             raise ModelError(f"{self._folder}: tensor {name!r} is missing{self._blame(name)}")
         file = self._files[self._where[name]]
         part = None if self._part is None else self._part(name)
-        found = tuple(file.get_slice(name).get_shape())
+        stored = tuple(file.get_slice(name).get_shape())
         wanted = list(shape)
         if part is not None:
             wanted[part.axis] = part.whole
-        if found != tuple(wanted):
+        if stored != tuple(wanted):
             raise ModelError(
-                f"{self._folder}: tensor {name!r} has shape {found}, not {tuple(wanted)}"
+                f"{self._folder}: tensor {name!r} has shape {stored}, not {tuple(wanted)}"
             )
         tensor: Tensor = _read(file, name, part)
         if tensor.dtype not in _FLOATS:
