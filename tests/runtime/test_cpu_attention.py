@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,7 @@ from pigou.runtime.attention.cpu_attention import CPUAttention
 from pigou.runtime.attention.kv_cache import KVCache, make_layout
 from pigou.runtime.attention.paged_attention import HeadNorm, PagedAttention
 from pigou.runtime.models.linear import Linear
-from pigou.runtime.models.model_config import ModelConfig, parse_config
+from pigou.runtime.models.model_config import LayerAttention, ModelConfig, parse_config
 from pigou.runtime.ops import KernelOps, TorchOps
 from pigou.runtime.simd import exponential
 from pigou.runtime.thread_pool import always_parallel, openmp_entry
@@ -195,3 +197,72 @@ def test_a_sequence_with_evicted_entries_attends_by_slot() -> None:
             slots[:, 21:], noise(*cache.data.shape, seed=4)[1, 0, 0].view(2, 32, 16).mT[:, 5:]
         )
     assert close(outputs[0], outputs[1])
+
+
+FORMS = {
+    "scale": LayerAttention(4, 2, 32, 0.3),
+    "window": LayerAttention(4, 2, 32, 0.2, window=7),
+    "wide window": LayerAttention(6, 2, 16, 0.2, window=33),
+    "soft cap": LayerAttention(4, 4, 32, 0.5, softcap=2.0),
+    "sinks": LayerAttention(6, 2, 32, 0.2, sinks=True),
+    "all": LayerAttention(8, 1, 16, 0.4, window=18, softcap=3.0, sinks=True),
+}
+
+
+@pytest.mark.parametrize("kind", [CPUAttention, PagedAttention])
+@pytest.mark.parametrize("name", FORMS)
+def test_windows_caps_sinks_and_scales_are_the_formula(
+    kind: type[PagedAttention], name: str
+) -> None:
+    form = FORMS[name]
+    # The first layer is the widest, so that the second leaves room in its blocks.
+    config = replace(build(8, 4, 32), rope=None, attention=(LayerAttention(8, 4, 32, 1.0), form))
+    layout = make_layout(config, model="m", digest="d", dtype=torch.float32, block_size=16)
+    cache = KVCache(layout, 16, CPU)
+    tables = np.random.default_rng(1).permutation(16).astype(np.int32).reshape(4, 4)
+    attention = kind(config, cache, tables, 64)
+    total = 45
+    parts = [noise(4, total, n, form.head_dim, seed=n)
+             for n in (form.heads, form.kv_heads + 10, form.kv_heads + 20)]  # fmt: skip
+    query, key, value = parts[0], parts[1][:, :, 10:], parts[2][:, :, 20:]
+    sinks = noise(form.heads, seed=9) if form.sinks else None
+    expected = formula(form, query, key, value, sinks)
+    for start, count in ((0, 1), (1, 19), (20, 9), (29, 1), (30, 15)):
+        rows = np.array([2, 0, 3], dtype=np.int32)
+        starts = np.full(3, start, dtype=np.int32)
+        plan = Plan(rows=rows, starts=starts, counts=np.full(3, count, dtype=np.int32),
+                    kv_lens=starts.copy(), samples=np.ones(3, dtype=np.bool_))  # fmt: skip
+        attention.begin(make_batch(plan, [np.zeros(count, dtype=np.int32)] * 3, CPU))
+        own = [part[rows, start : start + count].flatten(0, 1) for part in (query, key, value)]
+        out = attention.attend(1, *own, sinks)
+        assert close(out, expected[rows, start : start + count].flatten(0, 1))
+
+
+def formula(
+    form: LayerAttention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """Causal attention of whole sequences (rows, tokens, heads, head_dim), entry by entry."""
+    group = form.heads // form.kv_heads
+    keys, values = (part.repeat_interleave(group, 2) for part in (key, value))
+    scores = torch.einsum("rqhd,rkhd->rhqk", query, keys) * form.scale
+    if form.softcap:
+        scores = form.softcap * torch.tanh(scores / form.softcap)
+    ahead = torch.arange(query.shape[1])[:, None] - torch.arange(query.shape[1])
+    unseen = (ahead < 0) | (ahead >= (form.window or 10**6))
+    weights = scores.masked_fill(unseen, float("-inf")).exp()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.exp()[:, None, None]
+    return torch.einsum("rhqk,rkhd->rqhd", weights / total, values)
+
+
+def test_a_sink_takes_its_share() -> None:
+    form = LayerAttention(1, 1, 16, 1.0, sinks=True)
+    key = torch.zeros(1, 2, 1, 16)
+    key[0, :, 0, 0] = torch.tensor([1.0, 2.0])
+    value = torch.zeros(1, 2, 1, 16)
+    value[0, 0, 0, 0] = value[0, 1, 0, 1] = 1.0
+    query = torch.zeros(1, 2, 1, 16)
+    query[..., 0] = 1.0
+    out = formula(form, query, key, value, torch.zeros(1))[0, 1, 0]
+    assert out[:2].tolist() == pytest.approx([0.244728, 0.665241], abs=1e-6)

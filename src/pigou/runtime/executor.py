@@ -17,7 +17,7 @@ from pigou.runtime.attention.batch import StepBatch, make_batch
 from pigou.runtime.attention.kv_cache import KVCache
 from pigou.runtime.attention.paged_attention import PagedAttention
 from pigou.runtime.lora import LoRABank
-from pigou.runtime.models.decoder import Decoder
+from pigou.runtime.models.decoder import DecoderModel
 from pigou.runtime.ops import Ops
 from pigou.runtime.sampling import IsolatedSampler, Sampler, report
 from pigou.runtime.sequence import TokenSequence, make_sequence
@@ -38,7 +38,7 @@ class TorchExecutor:
     def __init__(
         self,
         *,
-        model: Decoder,
+        model: DecoderModel,
         cache: KVCache,
         tables: Ints,
         attention: PagedAttention,

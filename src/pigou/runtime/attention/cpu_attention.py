@@ -38,6 +38,8 @@ _FLOAT_BYTES = 4
 #: sines by position, shape (positions, head_dim). Numba passes plain tuples several times faster
 #: than named ones.
 HeadRotation: TypeAlias = tuple[Stored, float, Floats]
+#: Scale, window and soft cap of scores (0 for none); sinks per query head, or an empty array.
+Scoring: TypeAlias = tuple[float, int, float, Floats]
 #: One cache layer: `StepBatch.locations`, shape (3, >= tokens); block tables, shape (rows,
 #: blocks); `kv`; block size.
 PagedLayer: TypeAlias = tuple[Ints, Ints, Stored, int]
@@ -49,17 +51,26 @@ class CPUAttention(PagedAttention):
     @staticmethod
     def supports(config: ModelConfig, cache: KVCache) -> bool:
         """True if the kernels support this cache."""
-        sizes = (config.head_dim, cache.layout.block_size)
+        sizes = {config.layer_attention(layer).head_dim for layer in range(config.layers)}
+        sizes.add(cache.layout.block_size)
         return cache.data.device.type == "cpu" and not any(size % LANES for size in sizes)
 
     def __init__(self, config: ModelConfig, cache: KVCache, tables: Ints, context: int) -> None:
         """Bind a cache; arguments as in `PagedAttention`."""
         super().__init__(config, cache, tables, context)
-        self._layers = [stored(cache.data[:, layer]) for layer in range(config.layers)]
-        self._table = self.turns.numpy()
+        self._forms = [config.layer_attention(layer) for layer in range(config.layers)]
+        self._layers = [stored(self._view(layer)) for layer in range(config.layers)]
+        self._no_sinks = np.empty(0, dtype=np.float32)
+        self._tables = {config.head_dim: self.turns.numpy()}
+        for width in {form.head_dim for form in self._forms} - {config.head_dim}:
+            self._tables[width] = self._rotary_table(context, width).numpy()
         self._no_norm = np.empty((2, 0), dtype=self._layers[0].dtype)
         self._norms: dict[int, Stored] = {}
-        self._queries = _padded(config.group)
+
+    def _view(self, layer: int) -> Tensor:
+        form, both = self._forms[layer], self.cache.data[:, layer]
+        width = form.head_dim * self.block_size
+        return both.flatten(2)[:, :, : form.kv_heads * width].unflatten(2, (form.kv_heads, width))
 
     def begin(self, batch: StepBatch) -> None:
         """Start a step."""
@@ -73,31 +84,47 @@ class CPUAttention(PagedAttention):
 
     def __call__(self, layer: int, qkv: Tensor, norm: HeadNorm | None) -> Tensor:
         """Attend in one layer (see `PagedAttention`)."""
-        batch, config, size = self.batch, self.config, self.block_size
-        heads = qkv.view(batch.size, -1, config.head_dim)
-        out = qkv.new_empty((batch.size, config.heads, config.head_dim))
+        return self._attend(layer, qkv, norm, None).view(self.batch.size, -1)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attend in one layer for rotated parts (see `PagedAttention`)."""
+        return self._attend(layer, torch.cat((query, key, value), 1), None, sinks)
+
+    def _attend(
+        self, layer: int, qkv: Tensor, norm: HeadNorm | None, sinks: Tensor | None
+    ) -> Tensor:
+        batch, form, size = self.batch, self._forms[layer], self.block_size
+        heads = qkv.view(batch.size, -1, form.head_dim)
+        out = qkv.new_empty((batch.size, form.heads, form.head_dim))
         array, result, kv = stored(heads), stored(out), self._layers[layer]
         norms, eps = self._no_norm, 0.0
         if norm is not None:
             norms, eps = self._norm(layer, norm), norm.eps
-        rotation = (norms, eps, self._table)
+        rotation = (norms, eps, self._tables[form.head_dim])
+        lone = self._no_sinks if sinks is None else sinks.float().numpy()
+        scoring = (form.scale, form.window, form.softcap, lone)
         cached = (batch.locations, self.tables, kv, size)
         if batch.singles:
-            tasks = (0, batch.singles * config.kv_heads)
+            tasks = (0, batch.singles * form.kv_heads)
             mass = None if self.watch is None else self.watch.target(layer)
-            arguments = (array, rotation, cached, self._queries, result, mass)
+            queries = _padded(form.heads // form.kv_heads)
+            arguments = (array, rotation, cached, scoring, queries, result, mass)
             DECODE(self._decode_ns, tasks, *arguments)
         if batch.chunks:
             tokens = (batch.singles, batch.size)
             ROTATE_AND_STORE(1.0 * heads.numel(), tokens, array, rotation, cached)
-            self._prefill(layer, array, cached, result)
-        return out.view(batch.size, -1)
+            self._prefill(layer, array, cached, scoring, result)
+        return out
 
-    def _prefill(self, layer: int, qkv: Stored, cached: PagedLayer, out: Stored) -> None:
-        heads, size = self.config.heads, self.block_size
+    def _prefill(
+        self, layer: int, qkv: Stored, cached: PagedLayer, scoring: Scoring, out: Stored
+    ) -> None:
+        heads, size = out.shape[1], self.block_size
         if self.watch is None:
             tasks = (0, len(self._tiles) * heads)
-            PREFILL(self._prefill_ns, tasks, qkv, self._tiles, cached, out, None)
+            PREFILL(self._prefill_ns, tasks, qkv, self._tiles, cached, scoring, out, None)
             return
         entries = self._tiles[:, _TILE_COUNT] + self._tiles[:, _TILE_SLOT]
         width = -(-int(entries.max()) // size) * size
@@ -106,7 +133,7 @@ class CPUAttention(PagedAttention):
             tiles = self._tiles[at : at + step]
             sums = np.empty((len(tiles), heads, width), dtype=np.float32)
             work_ns = self._prefill_ns * len(tiles) / len(self._tiles)
-            PREFILL(work_ns, (0, len(tiles) * heads), qkv, tiles, cached, out, sums)
+            PREFILL(work_ns, (0, len(tiles) * heads), qkv, tiles, cached, scoring, out, sums)
             self.watch.absorb(layer, sums, tiles, self._folds[at : at + step], self.tables)
 
     def _cut(self, batch: StepBatch) -> Ints:
@@ -161,10 +188,10 @@ def rotate(head: Stored, norm: Stored, eps: float, turn: Floats, scale: float, o
 
 
 @fast
-def softmax(scores: Floats, entries: int, lanes: Floats) -> None:
-    """Apply softmax to a row's first `entries` scores; `lanes` as in `row_max`."""
-    largest = row_max(scores, entries, lanes)
-    total = np.float32(0.0)
+def softmax(scores: Floats, entries: int, lanes: Floats, sink: float) -> None:
+    """Apply softmax to a row's first `entries` scores and a sink; `lanes` as in `row_max`."""
+    largest = max(row_max(scores, entries, lanes), np.float32(sink))
+    total = exponential(np.float32(sink) - largest) if sink > -np.inf else np.float32(0.0)
     for t in range(entries):
         weight = exponential(scores[t] - largest)
         scores[t] = weight
@@ -193,16 +220,22 @@ def multiply(
 @fast
 def attention_probabilities(
     query: Floats, kv: Stored, table: Ints, head: int, entries: int, max_entries: int,
-    block_size: int, scores: Floats,
-) -> None:  # fmt: skip
-    """Write one KV head's attention probabilities to `scores` (rows, slots), zero-padded."""
+    block_size: int, scoring: Scoring, scores: Floats,
+) -> int:  # fmt: skip
+    """Write one KV head's attention probabilities to `scores` (rows, slots), zero-padded.
+
+    `scoring` has a sink per row, or one. Returns the first block that a row attends to.
+    """
+    _, window, softcap, sinks = scoring
     rows, width = query.shape
     stride = scores.shape[1]
     item = kv.itemsize
     base = kv.ctypes.data + head * kv.strides[2]
     step = min(rows, 8)
     scores[:] = np.float32(0.0)
-    for block in range(stride // block_size):
+    start = max(0, entries - window) if window else 0
+    first_block = start // block_size
+    for block in range(first_block, stride // block_size):
         keys = base + table[block] * kv.strides[0]
         for first in range(0, rows, step):
             for t in range(0, block_size, LANES):
@@ -215,21 +248,31 @@ def attention_probabilities(
     lanes = np.empty(LANES, np.float32)
     for row in range(rows):
         seen = min(entries + row, max_entries)
-        softmax(scores[row], seen, lanes)
+        start = max(0, seen - window) if window else 0
+        if softcap:
+            for t in range(start, seen):
+                scores[row, t] = np.float32(softcap) * np.tanh(scores[row, t] / np.float32(softcap))
+        sink = np.float32(-np.inf)
+        if len(sinks):
+            sink = sinks[min(row, len(sinks) - 1)]
+        softmax(scores[row, start:], seen - start, lanes, sink)
+        scores[row, :start] = np.float32(0.0)
         scores[row, seen:] = np.float32(0.0)
+    return first_block
 
 
 @fast
 def weighted_values(
-    scores: Floats, kv: Stored, table: Ints, head: int, entries: int, block_size: int, out: Floats
-) -> None:
-    """Sum the values of a sequence's first `entries` entries, weighted by `scores`."""
+    scores: Floats, kv: Stored, table: Ints, head: int, first_block: int, entries: int,
+    block_size: int, out: Floats,
+) -> None:  # fmt: skip
+    """Sum the values of a sequence's entries up to `entries`, weighted by `scores`."""
     rows, width = out.shape
     stride = scores.shape[1]
     base = kv.ctypes.data + head * kv.strides[2] + kv.strides[1]
     step = min(rows, 8)
     out[:] = np.float32(0.0)
-    for block in range(stride // block_size):
+    for block in range(first_block, stride // block_size):
         values = base + table[block] * kv.strides[0]
         depth = min(block_size, entries - block * block_size)
         for first in range(0, rows, step):
@@ -276,8 +319,8 @@ def add_mass(
 
 @fast
 def decode(
-    tasks: RowRange, qkv: Stored, rotation: HeadRotation, layer: PagedLayer, queries: int,
-    out: Stored, mass: Any,
+    tasks: RowRange, qkv: Stored, rotation: HeadRotation, layer: PagedLayer, scoring: Scoring,
+    queries: int, out: Stored, mass: Any,
 ) -> None:  # fmt: skip
     """Normalize, rotate, store and attend for tokens of distinct sequences.
 
@@ -289,7 +332,7 @@ def decode(
     _, heads, width = out.shape
     kv_heads = kv.shape[2]
     group = heads // kv_heads
-    scale = 1.0 / np.sqrt(width)
+    scale, window, softcap, sinks = scoring
     query = np.zeros((queries, width), np.float32)
     result = np.empty((queries, width), np.float32)
     key = np.empty(width, np.float32)
@@ -304,12 +347,15 @@ def decode(
             rotate(qkv[token, head * group + j], norms[QUERY_NORM], eps, turn, scale, query[j])
         stride = (slot + block_size) // block_size * block_size
         scores = scratch[: queries * stride].reshape(queries, stride)
-        attention_probabilities(query, kv, table, head, slot + 1, slot + 1, block_size, scores)
+        own = (scale, window, softcap, sinks[head * group : (head + 1) * group])
+        first = attention_probabilities(
+            query, kv, table, head, slot + 1, slot + 1, block_size, own, scores
+        )
         if mass is not None:
             _, _, owns = mass
-            own = owns[locations[ROW, token]]
-            add_mass(scores, group, mass, head, table, own, slot + 1, block_size)
-        weighted_values(scores, kv, table, head, slot + 1, block_size, result)
+            owned = owns[locations[ROW, token]]
+            add_mass(scores, group, mass, head, table, owned, slot + 1, block_size)
+        weighted_values(scores, kv, table, head, first, slot + 1, block_size, result)
         for j in range(group):
             for d in range(width):
                 out[token, head * group + j, d] = narrow(result[j, d], out)
@@ -341,8 +387,9 @@ def rotate_and_store(
 
 @fast
 def prefill(
-    tasks: RowRange, qkv: Stored, tiles: Ints, layer: PagedLayer, out: Stored, sums: Any
-) -> None:
+    tasks: RowRange, qkv: Stored, tiles: Ints, layer: PagedLayer, scoring: Scoring, out: Stored,
+    sums: Any,
+) -> None:  # fmt: skip
     """Attend for `tiles` of consecutive chunk tokens, after `rotate_and_store`.
 
     `tiles` (tiles, 4) holds first token, count, first slot and batch row. `sums` (tiles, heads,
@@ -351,7 +398,7 @@ def prefill(
     _, tables, kv, block_size = layer
     _, heads, width = out.shape
     group = heads // kv.shape[2]
-    scale = np.float32(1.0 / np.sqrt(width))
+    scale, window, softcap, sinks = scoring
     query = np.zeros((TILE, width), np.float32)
     result = np.empty((TILE, width), np.float32)
     for task in range(tasks[0], tasks[1]):
@@ -359,22 +406,23 @@ def prefill(
         first, count, slot, row = tiles[tile]
         for j in range(count):
             for d in range(width):
-                query[j, d] = widen(qkv[first + j, head, d]) * scale
+                query[j, d] = widen(qkv[first + j, head, d]) * np.float32(scale)
         rows = 1
         while rows < count:
             rows *= 2
         entries, table = slot + count, tables[row]
         stride, kv_head = (entries + block_size - 1) // block_size * block_size, head // group
         scores = np.empty((rows, stride), np.float32)
-        attention_probabilities(
-            query[:rows], kv, table, kv_head, slot + 1, entries, block_size, scores
+        own = (scale, window, softcap, sinks[head : head + 1])
+        first_block = attention_probabilities(
+            query[:rows], kv, table, kv_head, slot + 1, entries, block_size, own, scores
         )
         if sums is not None:
             sums[tile, head, :stride] = np.float32(0.0)
             for t in range(0, stride, LANES):
                 target = sums[tile, head].ctypes.data + t * _FLOAT_BYTES
                 accumulate(target, scores.ctypes.data + t * _FLOAT_BYTES, stride, count)
-        weighted_values(scores, kv, table, kv_head, entries, block_size, result[:rows])
+        weighted_values(scores, kv, table, kv_head, first_block, entries, block_size, result[:rows])
         for j in range(count):
             for d in range(width):
                 out[first + j, head, d] = narrow(result[j, d], out)
@@ -383,10 +431,10 @@ def prefill(
 @fast
 def parallel_decode(
     start: int, threads: int, parts: int, tasks: RowRange, qkv: Stored, rotation: HeadRotation,
-    layer: PagedLayer, queries: int, out: Stored, mass: Any,
+    layer: PagedLayer, scoring: Scoring, queries: int, out: Stored, mass: Any,
 ) -> None:  # fmt: skip
     """Run `decode` on several threads."""
-    arguments = (tasks, qkv, rotation, layer, queries, out, mass)
+    arguments = (tasks, qkv, rotation, layer, scoring, queries, out, mass)
     run_parallel(start, threads, parts, decode, arguments)
 
 
@@ -402,10 +450,10 @@ def parallel_rotate_and_store(
 @fast
 def parallel_prefill(
     start: int, threads: int, parts: int, tasks: RowRange, qkv: Stored, tiles: Ints,
-    layer: PagedLayer, out: Stored, sums: Any,
+    layer: PagedLayer, scoring: Scoring, out: Stored, sums: Any,
 ) -> None:  # fmt: skip
     """Run `prefill` on several threads."""
-    run_parallel(start, threads, parts, prefill, (tasks, qkv, tiles, layer, out, sums))
+    run_parallel(start, threads, parts, prefill, (tasks, qkv, tiles, layer, scoring, out, sums))
 
 
 DECODE = ParallelKernel(decode, parallel_decode)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 from pigou.request import Ints
 from pigou.runtime.attention.batch import PromptChunk, StepBatch
 from pigou.runtime.attention.kv_cache import KEYS, VALUES, KVCache
-from pigou.runtime.models.model_config import ModelConfig
+from pigou.runtime.models.model_config import LayerAttention, ModelConfig
 from pigou.runtime.models.rotary_embedding import rotary_table, rotate
 from pigou.runtime.tensor_io import upload
 from pigou.runtime.token_eviction.entry_stats import AttentionMassTracker
@@ -36,6 +36,18 @@ class Past:
     blocks: Tensor  # block ids, shape (sequences * blocks,), int64
     sequences: int
     mask: Tensor  # visible entries; broadcasts to (sequences, heads, queries, entries)
+    slots: Tensor | None = None  # of the queries, broadcasts as `mask`; for windows
+    windows: dict[int, Tensor] = field(default_factory=dict)
+
+    def seen(self, window: int) -> Tensor:
+        """Return the visible entries in a window; 0 for all."""
+        if not window:
+            return self.mask
+        if window not in self.windows:
+            assert self.slots is not None, "entries that moved have no window"
+            entries = torch.arange(self.mask.shape[-1], device=self.mask.device)
+            self.windows[window] = self.mask & (entries > self.slots - window)
+        return self.windows[window]
 
 
 class PagedAttention:
@@ -50,7 +62,8 @@ class PagedAttention:
         self.tables = tables
         self.block_size = cache.layout.block_size
         self.device = cache.data.device
-        self.turns = rotary_table(config.rope, context, self.device)
+        self.turns = self._rotary_table(context, config.head_dim)
+        self._plain = all(layer.plain for layer in config.attention)
         self._gathered = torch.empty(0, dtype=cache.data.dtype, device=self.device)
 
     def begin(self, batch: StepBatch) -> None:
@@ -64,18 +77,39 @@ class PagedAttention:
 
     def __call__(self, layer: int, qkv: Tensor, norm: HeadNorm | None) -> Tensor:
         """Attend in one layer, for qkv (tokens, (heads + 2 kv_heads) * head_dim), overwritten."""
-        query, key, value = self._rotated(layer, qkv, norm)
-        batch = self.batch
+        return self.attend(layer, *self._rotated(qkv, norm)).view(self.batch.size, -1)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Store keys and values and attend in one layer; all (tokens, its heads, head_dim).
+
+        Queries and keys are rotated; `sinks` (heads,) are scores without a value.
+        """
+        batch, form = self.batch, self.config.layer_attention(layer)
+        self._store(layer, key, value)
         out = torch.empty_like(query)
         if self._decodes is not None:
-            self._decode(layer, query[: batch.singles], out[: batch.singles])
+            self._decode(layer, form, query[: batch.singles], sinks, out[: batch.singles])
         for chunk, past in zip(batch.chunks, self._pasts, strict=True):
             tokens = slice(chunk.first, chunk.first + chunk.count)
             if self.watch is not None:
-                self._watched_chunk(layer, query[tokens], chunk, out[tokens])
+                self._watched_chunk(layer, form, query[tokens], chunk, out[tokens])
                 continue
-            self._chunk(layer, (query[tokens], key[tokens], value[tokens]), past, out[tokens])
-        return out.view(batch.size, -1)
+            own = query[tokens], key[tokens], value[tokens]
+            self._chunk(layer, form, own, past, sinks, out[tokens])
+        return out
+
+    def positions(self) -> Tensor:
+        """Return the rotary position of each token of the step, (tokens,), int64."""
+        return self._index(self.batch.positions)
+
+    def _rotary_table(self, context: int, head_dim: int) -> Tensor:
+        if self.config.rope is not None:
+            return rotary_table(self.config.rope, context, self.device)
+        turns = torch.ones((context, head_dim), device=self.device)
+        turns[:, head_dim // 2 :] = 0.0  # rotates nothing
+        return turns
 
     def _locate(self, batch: StepBatch) -> None:
         locations = np.stack(
@@ -89,10 +123,8 @@ class PagedAttention:
         turns = self.turns[positions]
         self._turns = turns.to(self.cache.data.dtype).unsqueeze(1)
 
-    def _rotated(
-        self, layer: int, qkv: Tensor, norm: HeadNorm | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split, normalize, rotate and store; results are (tokens, heads, head_dim)."""
+    def _rotated(self, qkv: Tensor, norm: HeadNorm | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Split, normalize and rotate; results are (tokens, heads, head_dim)."""
         config = self.config
         heads = qkv.view(len(qkv), -1, config.head_dim)
         query, key, value = torch.split(
@@ -101,68 +133,100 @@ class PagedAttention:
         if norm is not None:
             query = F.rms_norm(query, (config.head_dim,), norm.query, norm.eps)
             key = F.rms_norm(key, (config.head_dim,), norm.key, norm.eps)
-        query, key = rotate(query, self._turns), rotate(key, self._turns)
-        self.cache.keys(layer)[self._blocks, :, :, self._offsets] = key
-        self.cache.values(layer)[self._blocks, :, self._offsets] = value
-        return query, key, value
+        return rotate(query, self._turns), rotate(key, self._turns), value
+
+    def _store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        heads, width = key.shape[1:]
+        both = self.cache.data[:, layer].flatten(2)[:, :, : heads * width * self.block_size]
+        shape = (len(both), heads, width, self.block_size)
+        both[:, KEYS].view(shape)[self._blocks, :, :, self._offsets] = key
+        shape = (len(both), heads, self.block_size, width)
+        both[:, VALUES].view(shape)[self._blocks, :, self._offsets] = value
 
     def _decode_past(self, batch: StepBatch) -> Past:
         rows, slots = batch.rows[: batch.singles], batch.slots[: batch.singles]
         width = int(slots.max()) // self.block_size + 1
         used = np.arange(width) <= (slots // self.block_size)[:, None]
         blocks = np.where(used, self.tables[rows, :width], 0)
-        seen = self._entries(width) <= self._index(slots)[:, None]
-        return Past(self._index(blocks.reshape(-1)), len(rows), seen[:, None, None])
+        last = self._index(slots)[:, None, None, None]
+        return Past(self._index(blocks.reshape(-1)), len(rows), self._entries(width) <= last, last)
 
     def _chunk_past(self, chunk: PromptChunk) -> Past | None:
-        """Return None for a chunk that attends only to itself and is not tracked."""
-        if chunk.past == 0 and self.watch is None:
+        """Return None for a chunk that attends only to itself, plainly, and is not tracked."""
+        if chunk.past == 0 and self.watch is None and self._plain:
             return None
         last = chunk.past + chunk.count - 1
         width = last // self.block_size + 1
         queries = torch.arange(chunk.past, last + 1, device=self.device)[:, None]
         mask = self._entries(width) <= queries
-        return Past(self._index(self.tables[chunk.row, :width]), 1, mask[None, None])
+        return Past(self._index(self.tables[chunk.row, :width]), 1, mask[None, None], queries)
 
-    def _decode(self, layer: int, query: Tensor, out: Tensor) -> None:
+    def _decode(
+        self, layer: int, form: LayerAttention, query: Tensor, sinks: Tensor | None, out: Tensor
+    ) -> None:
         """Attend with one query per sequence; `query`, `out` are (sequences, heads, head_dim)."""
         assert self._decodes is not None
-        keys, values = self._gather(layer, self._decodes)
+        keys, values = self._gather(layer, form, self._decodes)
+        mask = self._decodes.seen(form.window)
         if self.watch is not None:
-            chances = self._chances(query.unsqueeze(2), keys, self._decodes.mask)
+            chances = _chances(form, query.unsqueeze(2), keys, mask, sinks)
             own = self._index(self.watch.owns[self.batch.rows[: self.batch.singles]])
             slots = torch.arange(chances.shape[-1], device=self.device)
             sums = chances.sum((2, 3)).where((slots >= own[:, None])[:, None], 0.0)
             self.watch.stats.add_all(layer, self._decodes.blocks, sums)
             out.copy_((chances @ values.float().unsqueeze(2)).view_as(out))
             return
+        if form.softcap or sinks is not None:
+            chances = _chances(form, query.unsqueeze(2), keys, mask, sinks)
+            out.copy_((chances @ values.float().unsqueeze(2)).view_as(out))
+            return
         # Query heads of a group become queries, since masked CUDA kernels do not support groups.
-        config = self.config
-        grouped = query.view(len(query), config.kv_heads, config.group, config.head_dim)
-        result = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._decodes.mask)
+        grouped = query.reshape(len(query), form.kv_heads, -1, form.head_dim)
+        result = F.scaled_dot_product_attention(
+            grouped, keys, values, attn_mask=mask, scale=form.scale
+        )
         out.copy_(result.view_as(out))
 
     def _chunk(
-        self, layer: int, own: tuple[Tensor, Tensor, Tensor], past: Past | None, out: Tensor
+        self,
+        layer: int,
+        form: LayerAttention,
+        own: tuple[Tensor, Tensor, Tensor],
+        past: Past | None,
+        sinks: Tensor | None,
+        out: Tensor,
     ) -> None:
         query, key, value = own
         queries = query.transpose(0, 1).unsqueeze(0)
+        group = form.heads // form.kv_heads
         if past is None:
             keys, values = key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0)
-            keys, values = self._repeat(keys), self._repeat(values)
-            result = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+            keys, values = _repeat(keys, group), _repeat(values, group)
+            result = F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, scale=form.scale
+            )
         else:
-            keys, values = map(self._repeat, self._gather(layer, past))
-            result = F.scaled_dot_product_attention(queries, keys, values, attn_mask=past.mask)
+            keys, values = self._gather(layer, form, past)
+            mask = past.seen(form.window)
+            if form.softcap or sinks is not None:
+                chances = _chances(form, queries, keys, mask, sinks)
+                result = (chances @ values.float().unsqueeze(2)).flatten(1, 2)
+            else:
+                keys, values = _repeat(keys, group), _repeat(values, group)
+                result = F.scaled_dot_product_attention(
+                    queries, keys, values, attn_mask=mask, scale=form.scale
+                )
         out.copy_(result.squeeze(0).transpose(0, 1))
 
-    def _watched_chunk(self, layer: int, query: Tensor, chunk: PromptChunk, out: Tensor) -> None:
+    def _watched_chunk(
+        self, layer: int, form: LayerAttention, query: Tensor, chunk: PromptChunk, out: Tensor
+    ) -> None:
         assert self.watch is not None
         assert self._cuts is not None
         past = self._pasts[self.batch.chunks.index(chunk)]
         assert past is not None
-        keys, values = self._gather(layer, past)
-        chances = self._chances(query.transpose(0, 1).unsqueeze(0), keys, past.mask)
+        keys, values = self._gather(layer, form, past)
+        chances = _chances(form, query.transpose(0, 1).unsqueeze(0), keys, past.mask)
         result = (chances @ values.float().unsqueeze(2)).flatten(1, 2)
         out.copy_(result[0].transpose(0, 1))
         stop, table = chunk.first + chunk.count, self.tables[chunk.row]
@@ -174,14 +238,7 @@ class PagedAttention:
             sums = chances[0, :, :, queries].sum((1, 2))
             self.watch.add(layer, chunk.row, table, chunk.past + end - chunk.first, sums)
 
-    def _chances(self, query: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
-        """Return probabilities, float32, (sequences, kv_heads, group, queries, entries)."""
-        shape = (len(query), self.config.kv_heads, -1, *query.shape[2:])
-        grouped = query.reshape(shape).float()
-        scores: Tensor = grouped @ keys.float().unsqueeze(2).mT / self.config.head_dim**0.5
-        return scores.masked_fill_(~mask.unsqueeze(2), float("-inf")).softmax(-1)
-
-    def _gather(self, layer: int, past: Past) -> tuple[Tensor, Tensor]:
+    def _gather(self, layer: int, form: LayerAttention, past: Past) -> tuple[Tensor, Tensor]:
         config, size = self.config, self.block_size
         blocks = len(past.blocks)
         half = blocks * config.kv_heads * config.head_dim * size
@@ -190,17 +247,36 @@ class PagedAttention:
         wide = (blocks, 2, config.kv_heads, config.head_dim * size)
         both = self._gathered[: 2 * half].view(wide)
         torch.index_select(self.cache.data[:, layer], 0, past.blocks, out=both)
-        shape = (past.sequences, blocks // past.sequences, config.kv_heads)
-        keys = both[:, KEYS].view(*shape, config.head_dim, size).permute(0, 2, 1, 4, 3)
-        values = both[:, VALUES].view(*shape, size, config.head_dim).permute(0, 2, 1, 3, 4)
-        flat = (past.sequences, config.kv_heads, -1, config.head_dim)
+        heads, width = form.kv_heads, form.head_dim
+        both = both.flatten(2)[:, :, : heads * width * size]
+        shape = (past.sequences, blocks // past.sequences, heads)
+        keys = both[:, KEYS].view(*shape, width, size).permute(0, 2, 1, 4, 3)
+        values = both[:, VALUES].view(*shape, size, width).permute(0, 2, 1, 3, 4)
+        flat = (past.sequences, heads, -1, width)
         return keys.reshape(flat), values.reshape(flat)
-
-    def _repeat(self, part: Tensor) -> Tensor:
-        return part if self.config.group == 1 else part.repeat_interleave(self.config.group, 1)
 
     def _entries(self, width: int) -> Tensor:
         return torch.arange(width * self.block_size, device=self.device)
 
     def _index(self, ids: Ints) -> Tensor:
         return upload(ids.astype(np.int64), self.device)
+
+
+def _chances(
+    form: LayerAttention, query: Tensor, keys: Tensor, mask: Tensor, sinks: Tensor | None = None
+) -> Tensor:
+    """Return probabilities, float32, (sequences, kv_heads, group, queries, entries)."""
+    shape = (len(query), form.kv_heads, -1, *query.shape[2:])
+    grouped = query.reshape(shape).float()
+    scores: Tensor = grouped @ keys.float().unsqueeze(2).mT * form.scale
+    if form.softcap:
+        scores = (scores / form.softcap).tanh_() * form.softcap
+    scores.masked_fill_(~mask.unsqueeze(2), float("-inf"))
+    if sinks is None:
+        return scores.softmax(-1)
+    sink = sinks.float().view(form.kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+
+
+def _repeat(part: Tensor, group: int) -> Tensor:
+    return part if group == 1 else part.repeat_interleave(group, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,22 @@ from pigou.runtime.ops import Ops
 log = logging.getLogger(__name__)
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class DecoderModel(Protocol):
+    """A decoder that computes a step's row of ragged tokens over `PagedAttention`."""
+
+    config: ModelConfig
+    ops: Ops
+
+    def hidden(self, tokens: Tensor, attention: PagedAttention, wanted: Tensor | None) -> Tensor:
+        """Return normalized hidden states of tokens (tokens,), only the `wanted` (n,) or all.
+
+        `attention` has begun the step: it holds its positions, and each layer calls it once.
+        """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits (n, vocab) of hidden states (n, hidden)."""
 
 
 @dataclass(slots=True)

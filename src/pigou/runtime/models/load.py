@@ -19,7 +19,7 @@ from pigou.runtime.attention.kv_cache import DTYPES, KVCache, make_layout
 from pigou.runtime.attention.paged_attention import PagedAttention
 from pigou.runtime.executor import TorchExecutor
 from pigou.runtime.lora import LoRABank
-from pigou.runtime.models.decoder import Decoder, load_decoder
+from pigou.runtime.models.decoder import DecoderModel, load_decoder
 from pigou.runtime.models.model_config import ModelConfig, read_config
 from pigou.runtime.models.weights import Weights, digest_model, find_model
 from pigou.runtime.ops import KernelOps, TorchOps
@@ -44,7 +44,7 @@ class LoadedModel:
     folder: Path
     digest: str
     config: ModelConfig
-    decoder: Decoder
+    decoder: DecoderModel
     dtype: torch.dtype
     device: torch.device
     shard: Shard | None = None  # this rank's part of `config`; None for all

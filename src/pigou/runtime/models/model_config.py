@@ -20,10 +20,28 @@ from pigou.text.model_files import read_end_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """A decoder-only transformer with grouped-query attention, RMS norm and SwiGLU."""
+class LayerAttention:
+    """Shapes of one layer's attention, and what changes its scores."""
 
-    family: str  # "llama", "qwen3_moe", ...
+    heads: int
+    kv_heads: int  # divides `heads`
+    head_dim: int  # width of cached heads; narrower queries, keys and values are padded
+    scale: float  # on the product of query and key
+    window: int = 0  # entries that a token attends to, its own included; 0 for all
+    softcap: float = 0.0  # c in c * tanh(score / c); 0 for none
+    sinks: bool = False  # a learned score per query head takes part in the softmax
+
+    @property
+    def plain(self) -> bool:
+        """True without window, soft cap and sinks."""
+        return not (self.window or self.softcap or self.sinks)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Sizes of a decoder-only transformer, and switches of the own implementation."""
+
+    family: str  # model_type
     layers: int
     hidden: int  # width of the residual stream
     heads: int
@@ -34,7 +52,7 @@ class ModelConfig:
     # max sequence length, at most the sliding window, within which full attention is equal.
     context: int
     norm_eps: float
-    rope: Rope
+    rope: Rope | None  # None where the model rotates queries and keys itself
     tied: bool = False  # output layer shares the embedding
     qkv_bias: bool = False
     output_bias: bool = False  # on the attention output
@@ -44,6 +62,14 @@ class ModelConfig:
     dtype: str = "bfloat16"  # dtype of the published weights ("float32", "bfloat16", ...)
     # end token ids, from generation_config.json if present.
     eos: frozenset[int] = frozenset()
+    # by layer, where layers differ or scores are changed; empty for plain attention.
+    attention: tuple[LayerAttention, ...] = ()
+
+    def layer_attention(self, layer: int) -> LayerAttention:
+        """Return a layer's attention."""
+        if self.attention:
+            return self.attention[layer]
+        return LayerAttention(self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5)
 
     @property
     def group(self) -> int:

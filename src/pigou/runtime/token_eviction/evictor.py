@@ -19,7 +19,7 @@ from pigou.request import Ints
 from pigou.runtime.attention.batch import PromptChunk, StepBatch
 from pigou.runtime.attention.kv_cache import KEYS, TARGET, VALUES, KVCache
 from pigou.runtime.attention.paged_attention import PagedAttention, Past
-from pigou.runtime.models.decoder import Decoder
+from pigou.runtime.models.decoder import DecoderModel
 from pigou.runtime.simd import LANES
 from pigou.runtime.tensor_io import stored
 from pigou.runtime.token_eviction.entry_stats import (
@@ -374,7 +374,9 @@ class _EarlierOnly(PagedAttention):
 class TokenRecomputation:
     """Recomputes dropped tokens at their original positions, from the present entries."""
 
-    def __init__(self, model: Decoder, cache: KVCache, evictor: Evictor, turns: Tensor) -> None:
+    def __init__(
+        self, model: DecoderModel, cache: KVCache, evictor: Evictor, turns: Tensor
+    ) -> None:
         self._model = model
         self._evictor = evictor
         none = np.zeros((1, 1), dtype=np.int32)
