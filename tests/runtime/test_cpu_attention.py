@@ -234,7 +234,7 @@ def test_windows_caps_sinks_and_scales_are_the_formula(
                     kv_lens=starts.copy(), samples=np.ones(3, dtype=np.bool_))  # fmt: skip
         attention.begin(make_batch(plan, [np.zeros(count, dtype=np.int32)] * 3, CPU))
         own = [part[rows, start : start + count].flatten(0, 1) for part in (query, key, value)]
-        out = attention.attend(1, *own, sinks)
+        out = attention.compute(1, *own, sinks)
         assert close(out, expected[rows, start : start + count].flatten(0, 1))
 
 

@@ -70,7 +70,8 @@ class CPUAttention(PagedAttention):
     def _view(self, layer: int) -> Tensor:
         form, both = self._forms[layer], self.cache.data[:, layer]
         width = form.head_dim * self.block_size
-        return both.flatten(2)[:, :, : form.kv_heads * width].unflatten(2, (form.kv_heads, width))
+        own = both.flatten(2)[:, :, : form.kv_heads * width]
+        return own.view(*own.shape[:2], form.kv_heads, width)
 
     def begin(self, batch: StepBatch) -> None:
         """Start a step."""
@@ -84,15 +85,15 @@ class CPUAttention(PagedAttention):
 
     def __call__(self, layer: int, qkv: Tensor, norm: HeadNorm | None) -> Tensor:
         """Attend in one layer (see `PagedAttention`)."""
-        return self._attend(layer, qkv, norm, None).view(self.batch.size, -1)
+        return self._compute(layer, qkv, norm, None).view(self.batch.size, -1)
 
-    def attend(
+    def compute(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """Attend in one layer for rotated parts (see `PagedAttention`)."""
-        return self._attend(layer, torch.cat((query, key, value), 1), None, sinks)
+        return self._compute(layer, torch.cat((query, key, value), 1), None, sinks)
 
-    def _attend(
+    def _compute(
         self, layer: int, qkv: Tensor, norm: HeadNorm | None, sinks: Tensor | None
     ) -> Tensor:
         batch, form, size = self.batch, self._forms[layer], self.block_size
@@ -255,7 +256,7 @@ def attention_probabilities(
         sink = np.float32(-np.inf)
         if len(sinks):
             sink = sinks[min(row, len(sinks) - 1)]
-        softmax(scores[row, start:], seen - start, lanes, sink)
+        softmax(scores[row, start:], seen - start, lanes, float(sink))
         scores[row, :start] = np.float32(0.0)
         scores[row, seen:] = np.float32(0.0)
     return first_block

@@ -36,7 +36,7 @@ class Past:
     blocks: Tensor  # block ids, shape (sequences * blocks,), int64
     sequences: int
     mask: Tensor  # visible entries; broadcasts to (sequences, heads, queries, entries)
-    slots: Tensor | None = None  # of the queries, broadcasts as `mask`; for windows
+    slots: Tensor | None = None  # queries' slots, broadcast as `mask`; needed for windows
     windows: dict[int, Tensor] = field(default_factory=dict)
 
     def seen(self, window: int) -> Tensor:
@@ -63,7 +63,7 @@ class PagedAttention:
         self.block_size = cache.layout.block_size
         self.device = cache.data.device
         self.turns = self._rotary_table(context, config.head_dim)
-        self._plain = all(layer.plain for layer in config.attention)
+        self._standard = all(layer.standard for layer in config.attention)
         self._gathered = torch.empty(0, dtype=cache.data.dtype, device=self.device)
 
     def begin(self, batch: StepBatch) -> None:
@@ -77,9 +77,9 @@ class PagedAttention:
 
     def __call__(self, layer: int, qkv: Tensor, norm: HeadNorm | None) -> Tensor:
         """Attend in one layer, for qkv (tokens, (heads + 2 kv_heads) * head_dim), overwritten."""
-        return self.attend(layer, *self._rotated(qkv, norm)).view(self.batch.size, -1)
+        return self.compute(layer, *self._rotated(qkv, norm)).view(self.batch.size, -1)
 
-    def attend(
+    def compute(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """Store keys and values and attend in one layer; all (tokens, its heads, head_dim).
@@ -153,7 +153,7 @@ class PagedAttention:
 
     def _chunk_past(self, chunk: PromptChunk) -> Past | None:
         """Return None for a chunk that attends only to itself, plainly, and is not tracked."""
-        if chunk.past == 0 and self.watch is None and self._plain:
+        if chunk.past == 0 and self.watch is None and self._standard:
             return None
         last = chunk.past + chunk.count - 1
         width = last // self.block_size + 1

@@ -32,7 +32,7 @@ class LayerAttention:
     sinks: bool = False  # a learned score per query head takes part in the softmax
 
     @property
-    def plain(self) -> bool:
+    def standard(self) -> bool:
         """True without window, soft cap and sinks."""
         return not (self.window or self.softcap or self.sinks)
 
