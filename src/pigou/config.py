@@ -251,6 +251,28 @@ class EvictionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return self.policy in BY_PRICE
 
 
+class EplbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Balancing of experts, by vLLM's names."""
+
+    window_size: int = 1000  # last steps whose loads count
+    step_interval: int = 3000  # steps between placements
+    num_redundant_experts: int = 0  # copies beyond one of each expert
+
+    def __post_init__(self) -> None:
+        check_fields(self, "window_size", "step_interval", ge=1)
+        check_fields(self, "num_redundant_experts", ge=0)
+
+    def slots(self, experts: int, ranks: int) -> int:
+        """Return the slots of a layer; raises ConfigError unless all ranks have as many."""
+        slots = experts + self.num_redundant_experts
+        if slots % ranks:
+            raise ConfigError(
+                f"num_redundant_experts is {self.num_redundant_experts}; {experts} experts and "
+                f"it must divide by {ranks} ranks: add {-slots % ranks}"
+            )
+        return slots
+
+
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits and policies of one EngineCore."""
 

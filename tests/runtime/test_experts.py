@@ -27,7 +27,9 @@ GATE = TorchOps().gate
 
 
 def make_experts(products: Products, count: int) -> Experts:
-    return Experts(products, torch.zeros(count, dtype=torch.int64), torch.zeros(1).long())
+    experts = Experts(torch.zeros(count, dtype=torch.int64), torch.zeros(1).long())
+    experts.products = products
+    return experts
 
 
 def make_products(count: int, hidden: int, width: int, seed: int) -> tuple[Products, Products]:

@@ -124,7 +124,8 @@ class Shard:
         model, width = self.model, self.model.head_dim
         queries, ffn = model.heads * width, model.ffn
         module, _, kind = name.rpartition(".")
-        match module.rpartition(".")[2]:
+        leaf = module.rpartition(".")[2]
+        match "" if "expert" in module else leaf:  # experts are whole: see `ExpertParallel`
             case "q_proj":
                 return self._even(0, queries)
             case "k_proj" | "v_proj":

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from pigou.models import ModelError
 from pigou.runtime.attention.paged_attention import HeadNorm, PagedAttention
-from pigou.runtime.models.experts import Experts, ExpertsConfig, MoE, load_products
+from pigou.runtime.models.experts import (
+    ExpertLoads,
+    Experts,
+    ExpertsConfig,
+    MoE,
+    SpreadLayers,
+    load_products,
+)
 from pigou.runtime.models.linear import Linear, Product, WeightMatrix, concatenate
 from pigou.runtime.models.model_config import ModelConfig
 from pigou.runtime.models.weights import WeightSource
@@ -49,9 +56,12 @@ class Decoder:
     norm: Tensor  # final norm weight, shape (hidden,)
     head: Linear
     ops: Ops
+    loads: ExpertLoads | None = None  # None without experts
 
     def hidden(self, tokens: Tensor, attention: PagedAttention, wanted: Tensor | None) -> Tensor:
         """Return normalized hidden states of tokens (tokens,), only the `wanted` (n,) or all."""
+        if self.loads is not None:
+            self.loads.begin_step()
         x = F.embedding(tokens, self.embedding)
         residual = torch.zeros_like(x)
         beat = attention.beat
@@ -72,16 +82,26 @@ class Decoder:
         return self.head(hidden)
 
 
-def load_decoder(config: ModelConfig, weights: WeightSource, ops: Ops) -> Decoder:
-    """Load a model's tensors; raises ModelError if one is missing or has another shape."""
+def load_decoder(
+    config: ModelConfig, weights: WeightSource, ops: Ops, spread: SpreadLayers | None = None
+) -> Decoder:
+    """Load a model's tensors; raises ModelError if one is missing or has another shape.
+
+    With `spread`, this rank loads its experts alone.
+    """
     embedding, head = _embedding_and_head(config, weights)
+    loads = None
+    if config.experts is not None:
+        layers = sorted(config.experts.layers)
+        loads = ExpertLoads.make(layers, config.experts.count, embedding.device, spread)
     return Decoder(
         config=config,
         embedding=embedding,
-        layers=[load_layer(index, config, weights, ops) for index in range(config.layers)],
+        layers=[load_layer(index, config, weights, ops, loads) for index in range(config.layers)],
         norm=weights.take("model.norm.weight", config.hidden),
         head=weights.linear(WeightMatrix(head), head=True),
         ops=ops,
+        loads=loads,
     )
 
 
@@ -156,7 +176,9 @@ class GatedMLP:
         return self.down(self.ops.gate(self.gate_up(x)))
 
 
-def load_layer(index: int, config: ModelConfig, weights: WeightSource, ops: Ops) -> Layer:
+def load_layer(
+    index: int, config: ModelConfig, weights: WeightSource, ops: Ops, loads: ExpertLoads | None
+) -> Layer:
     """Load a layer's tensors, by Hugging Face names; raises ModelError on a mismatch."""
     prefix = f"model.layers.{index}."
     loader = _Loader(weights, prefix)
@@ -170,10 +192,9 @@ def load_layer(index: int, config: ModelConfig, weights: WeightSource, ops: Ops)
             weights.take(f"{prefix}self_attn.k_norm.weight", width),
             config.norm_eps,
         )
-    experts = config.experts
     mlp: Product
-    if experts is not None and index in experts.layers:
-        mlp = _load_experts(loader, experts, hidden, ops)
+    if loads is not None and config.experts is not None and index in config.experts.layers:
+        mlp = _load_experts(loader, config.experts, hidden, ops, loads.add(index))
     else:
         mlp = loader.mlp("mlp", hidden, config.ffn, config.mlp_bias, ops)
     return Layer(
@@ -188,30 +209,29 @@ def load_layer(index: int, config: ModelConfig, weights: WeightSource, ops: Ops)
     )
 
 
-def _load_experts(loader: _Loader, config: ExpertsConfig, hidden: int, ops: Ops) -> MoE:
-    block, (gate, up, down) = config.block, config.leaves
+def _load_experts(
+    loader: _Loader, config: ExpertsConfig, hidden: int, ops: Ops, experts: Experts
+) -> MoE:
+    """Load this rank's experts into `experts`, one at a time, with router and shared expert."""
+    weights, block = loader.weights, f"{loader.prefix}{config.block}"
+    gate, up, down = config.leaves
 
     def load(expert: int) -> tuple[Linear, Linear]:
-        part = f"{block}.experts.{expert}"
+        part = f"{config.block}.experts.{expert}"
         return (
             loader.fused(part, {gate: config.width, up: config.width}, hidden, biased=False),
             loader.fused(part, {down: hidden}, config.width, biased=False),
         )
 
-    weights, prefix = loader.weights, loader.prefix
-    router = weights.take(f"{prefix}{block}.gate.weight", config.count, hidden)
-    device = router.device
-    experts = Experts(
-        products=load_products(range(config.count), load, ops.gate, device),
-        loads=torch.zeros(config.count, dtype=torch.int64, device=device),
-        activated=torch.zeros(1, dtype=torch.int64, device=device),
-    )
+    router = weights.take(f"{block}.gate.weight", config.count, hidden)
+    experts.products = load_products(experts.held, load, ops.gate)
+    for other in set(range(config.count)).difference(experts.held):
+        weights.skip(f"{block}.experts.{other}.")
     moe = MoE(Linear(router.float()), config.routing, experts)
     if config.shared_width:
-        shared = f"{block}.shared_expert"
+        shared = f"{config.block}.shared_expert"
         moe.shared = loader.mlp(shared, hidden, config.shared_width, biased=False, ops=ops)
-        gate_weight = weights.take(f"{prefix}{block}.shared_expert_gate.weight", 1, hidden)
-        moe.shared_gate = Linear(gate_weight)
+        moe.shared_gate = Linear(weights.take(f"{block}.shared_expert_gate.weight", 1, hidden))
     return moe
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pigou.models import ModelError
 from pigou.runtime.models.linear import Linear
 
 Activation = Callable[[Tensor], Tensor]
@@ -140,6 +141,11 @@ class LoopedProducts:
         """Return a slot's weights."""
         weights = []
         for linear in (self.gate_up[slot], self.down[slot]):
+            if type(linear) is not Linear:
+                raise ModelError(
+                    "experts with quantised weights stay in their places: leave --enable-eplb out, "
+                    "or give --quantization none"
+                )
             weights.append(linear.weight.to_dense() if linear.weight.is_mkldnn else linear.weight)
             weights += [] if linear.bias is None else [linear.bias]
         return weights
@@ -185,21 +191,17 @@ class GroupedProducts:
 
 
 def load_products(
-    experts: Sequence[int],
-    load: Callable[[int], tuple[Linear, Linear]],
-    activation: Activation,
-    device: torch.device,
+    experts: Sequence[int], load: Callable[[int], tuple[Linear, Linear]], activation: Activation
 ) -> Products:
     """Load the experts of the slots, one at a time: each is packed, or copied to its stack."""
-    if device.type == "cpu":
-        pairs = [load(expert) for expert in experts]
+    gate_up, down = load(experts[0])
+    if type(gate_up) is not Linear or gate_up.weight.device.type == "cpu":
+        pairs = [(gate_up, down), *(load(expert) for expert in experts[1:])]
         return LoopedProducts([g for g, _ in pairs], [d for _, d in pairs], activation)
-    stacks: list[Tensor] = []
+    stacks = [w.new_empty((len(experts), *w.shape)) for w in (gate_up.weight, down.weight)]
     for slot, expert in enumerate(experts):
-        for part, linear in enumerate(load(expert)):
-            if not slot:
-                stacks.append(linear.weight.new_empty((len(experts), *linear.weight.shape)))
-            stacks[part][slot].copy_(linear.weight)
+        for stack, linear in zip(stacks, load(expert) if slot else (gate_up, down), strict=True):
+            stack[slot].copy_(linear.weight)
     return GroupedProducts(stacks[0].mT, stacks[1].mT, activation)
 
 
@@ -217,20 +219,45 @@ def dequantise_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
 # --- layers ---------------------------------------------------------------------------------------
 
 
+class Spread(Protocol):
+    """Runs a layer's experts on several ranks; see `ExpertSlots`."""
+
+    @property
+    def held(self) -> list[int]:
+        """Experts in the slots of this rank."""
+
+    def __call__(self, experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return what `experts` returns."""
+
+
+class SpreadLayers(Protocol):
+    """Spreads a model's layers over ranks; see `ExpertParallel`."""
+
+    def __call__(self, experts: Experts) -> Spread:
+        """Place the experts of one more layer."""
+
+    def before_step(self, loads: ExpertLoads) -> None:
+        """Place experts anew, if it is time."""
+
+
 @dataclass(slots=True)
 class Experts:
     """Sums of chosen experts' outputs; counts the tokens of each expert."""
 
-    products: Products
     loads: Tensor  # tokens routed to each expert since the start, shape (experts,), int64
     activated: Tensor  # experts hit, summed over steps, shape (1,), int64
-    # runs the experts on several ranks, which hold slots of them.
-    spread: Callable[[Experts, Tensor, Tensor, Tensor], Tensor] | None = None
+    products: Products = field(init=False)
+    spread: Spread | None = None
     weigh_input: bool = False  # weights multiply inputs, not outputs, as in Llama 4
     _slots: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self._slots = torch.arange(len(self.loads), device=self.loads.device)
+
+    @property
+    def held(self) -> list[int]:
+        """Experts in the slots of this rank."""
+        return list(range(len(self.loads))) if self.spread is None else self.spread.held
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return shape (tokens, hidden) for x (tokens, hidden), experts and weights (tokens, k)."""
@@ -244,6 +271,8 @@ class Experts:
 
     def local(self, x: Tensor, slots: Tensor, weights: Tensor, count: int) -> Tensor:
         """Sum the outputs of slots (tokens, k) below `count`; a slot of `count` adds nothing."""
+        if not len(x):
+            return x
         top = slots.shape[1]
         ordered, order = slots.flatten().sort(stable=True)
         offsets = torch.searchsorted(ordered, self._slots[:count], right=True, out_int32=True)
@@ -281,3 +310,52 @@ class MoE:
         if self.shared_gate is not None:
             shared = torch.sigmoid(self.shared_gate(x)) * shared
         return out + shared
+
+
+#: Steps of a window of loads.
+WINDOW = 1000
+
+
+@dataclass(slots=True)
+class ExpertLoads:
+    """Tokens by layer and expert since the start, and over the last one or two `WINDOW`s."""
+
+    layers: list[int]  # layers with experts
+    totals: Tensor  # shape (layers, experts), int64
+    activated: Tensor  # experts hit, summed over steps, shape (layers, 1), int64
+    spread: SpreadLayers | None = None
+    steps: int = 0
+    _starts: tuple[tuple[int, Tensor, Tensor], ...] = ()  # steps, totals, activated of windows
+
+    @classmethod
+    def make(
+        cls, layers: list[int], experts: int, device: torch.device, spread: SpreadLayers | None
+    ) -> ExpertLoads:
+        """Return the loads of a model's layers, all 0."""
+        totals = torch.zeros((len(layers), experts), dtype=torch.int64, device=device)
+        return cls(layers, totals, totals.new_zeros((len(layers), 1)), spread)
+
+    def add(self, layer: int) -> Experts:
+        """Return the experts of a layer, without weights, that count here."""
+        row = self.layers.index(layer)
+        experts = Experts(self.totals[row], self.activated[row])
+        if self.spread is not None:
+            experts.spread = self.spread(experts)
+        return experts
+
+    def begin_step(self) -> None:
+        """Count a step; queues copies, and waits for nothing."""
+        if self.spread is not None:
+            self.spread.before_step(self)
+        if self.steps % WINDOW == 0:
+            start = (self.steps, self.totals.clone(), self.activated.clone())
+            self._starts = (*self._starts[-1:], start)
+        self.steps += 1
+
+    def window(self) -> tuple[int, Tensor, Tensor]:
+        """Return the steps of the window, their tokens (layers, experts), and experts hit."""
+        if not self._starts:
+            return 0, self.totals.cpu(), self.activated.cpu()
+        steps, totals, activated = self._starts[0]
+        hit = self.activated - activated
+        return self.steps - steps, (self.totals - totals).cpu(), hit.cpu()

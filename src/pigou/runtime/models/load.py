@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pigou.config import EvictionConfig
+from pigou.config import EplbConfig, EvictionConfig
 from pigou.engine.plan import Plan, Started
 from pigou.kv.block import KVLayout
 from pigou.models import ModelError
@@ -20,6 +20,7 @@ from pigou.runtime.attention.paged_attention import PagedAttention
 from pigou.runtime.executor import TorchExecutor
 from pigou.runtime.lora import LoRABank
 from pigou.runtime.models.decoder import DecoderModel, load_decoder
+from pigou.runtime.models.expert_parallel import expert_ranks
 from pigou.runtime.models.model_config import ModelConfig, read_config
 from pigou.runtime.models.weights import Weights, digest_model, find_model
 from pigou.runtime.ops import KernelOps, TorchOps
@@ -113,11 +114,12 @@ def load(
     device: str = "cpu",
     group: Group | None = None,
     quantization: str = "auto",
+    expert_parallel: EplbConfig | None = None,
 ) -> LoadedModel:
     """Load a model from a Hugging Face folder or hub id; raises ModelError if that fails.
 
     With a group, its ranks share the model by tensor parallelism, and this one loads its part.
-    `quantization` as in `WeightSource`.
+    `quantization` as in `WeightSource`. Experts are shared whole, if `expert_parallel`.
     """
     folder = find_model(model)
     config = read_config(folder)
@@ -126,9 +128,10 @@ def load(
     ops = KernelOps() if torch_device.type == "cpu" else TorchOps()
     shard = None if group is None else Shard(config, group.rank, group.size)
     part = None if shard is None else shard.part
+    spread = expert_ranks(config, group, expert_parallel)
     source = Weights(folder, chosen, torch_device, part, quantization)
     with torch.inference_mode(), source as weights:
-        decoder = load_decoder(config if shard is None else shard.config, weights, ops)
+        decoder = load_decoder(config if shard is None else shard.config, weights, ops, spread)
     if group is not None:
         share(decoder, group)
     if torch_device.type == "cpu":

@@ -218,6 +218,9 @@ class WeightSource:
         """Return a tensor in the model's dtype and device; raises ModelError if not as expected."""
         raise NotImplementedError
 
+    def skip(self, prefix: str) -> None:
+        """Let tensors whose names begin with a prefix be left unread."""
+
     def matrix(self, module: str, outputs: int, inputs: int) -> WeightMatrix:
         """Return a module's weight as stored; raises ModelError if not as expected."""
         return WeightMatrix(self.take(f"{module}.weight", outputs, inputs))
@@ -268,6 +271,10 @@ class Weights(WeightSource):
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
+
+    def skip(self, prefix: str) -> None:
+        """Let tensors whose names begin with a prefix be left unread."""
+        self._taken.update(name for name in self._where if name.startswith(prefix))
 
     def take(self, name: str, *shape: int) -> Tensor:
         """Return a tensor in the model's dtype and device; raises ModelError if not as expected."""
