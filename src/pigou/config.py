@@ -273,6 +273,47 @@ class EplbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return slots
 
 
+class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Speculative decoding, with vLLM's keys (`read_speculation`)."""
+
+    num_speculative_tokens: int  # most draft tokens that a sequence verifies in a step
+    method: Literal["ngram", "draft_model"] = "draft_model"
+    model: str = ""  # the draft model's folder or hub id
+    prompt_lookup_max: int | None = None  # tokens of the longest match that is looked for
+    prompt_lookup_min: int | None = None  # and of the shortest
+
+    def __post_init__(self) -> None:
+        check_bounds("num_speculative_tokens", self.num_speculative_tokens, ge=1, le=64)
+        shortest, longest = self.ngram
+        if not 1 <= shortest <= longest:
+            raise ConfigError(
+                f"prompt_lookup_min is {shortest}, and prompt_lookup_max {longest}; give 1 <= "
+                "prompt_lookup_min <= prompt_lookup_max"
+            )
+        if self.method == "draft_model" and not self.model:
+            raise ConfigError("model is missing; method draft_model needs the draft model's folder")
+        lookups = self.prompt_lookup_max is not None or self.prompt_lookup_min is not None
+        if (self.model and self.method == "ngram") or (lookups and self.method != "ngram"):
+            raise ConfigError(f"method {self.method} knows no other method's keys; leave them out")
+
+    @property
+    def ngram(self) -> tuple[int, int]:
+        """Tokens of the shortest and longest match."""
+        longest = self.prompt_lookup_max or self.prompt_lookup_min or 5
+        return longest if self.prompt_lookup_min is None else self.prompt_lookup_min, longest
+
+
+def read_speculation(text: str) -> SpeculativeConfig:
+    """Read vLLM's `--speculative-config`, a JSON object; raises ConfigError."""
+    try:
+        return msgspec.json.decode(text, type=SpeculativeConfig)
+    except (msgspec.ValidationError, msgspec.DecodeError, ConfigError) as error:
+        raise ConfigError(
+            f"speculative_config is {text!r}: {error}; methods are ngram and draft_model, not "
+            "eagle, medusa or mtp"
+        ) from None
+
+
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits and policies of one EngineCore."""
 

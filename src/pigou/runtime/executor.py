@@ -19,8 +19,9 @@ from pigou.runtime.attention.paged_attention import PagedAttention
 from pigou.runtime.lora import LoRABank
 from pigou.runtime.models.decoder import DecoderModel
 from pigou.runtime.ops import Ops
-from pigou.runtime.sampling import IsolatedSampler, Sampler, report
+from pigou.runtime.sampling import IsolatedSampler, Sampler, adjusts, report
 from pigou.runtime.sequence import TokenSequence, make_sequence
+from pigou.runtime.speculation import Proposer
 from pigou.runtime.step_output import RankedLogprobs, StepOutput, described, is_contained
 from pigou.runtime.structured_output import Grammars, GrammarState
 from pigou.runtime.tensor_io import upload
@@ -66,6 +67,8 @@ class TorchExecutor:
                 self._recomputation = TokenRecomputation(model, cache, evictor, attention.turns)
         self._device = cache.data.device
         self.sampler: Callable[[list[TokenSequence], Ops, torch.device], Sampler] = Sampler
+        self.proposer: Proposer | None = None  # of draft tokens
+        self._decoding: dict[int, TokenSequence] = {}  # rows of the last plan that go on
         self._sequences: dict[str, TokenSequence] = {}
         self._rows: dict[int, TokenSequence] = {}
 
@@ -117,6 +120,8 @@ class TorchExecutor:
         self._sequences.pop(request, None)
         if self.evictor is not None:
             self.evictor.forget(request)
+        if self.proposer is not None:
+            self.proposer.drop(request)
 
     def truncate(self, request: str, tokens: int) -> None:
         """Remove a request's last tokens, between plans; raises ValueError if impossible."""
@@ -143,6 +148,15 @@ class TorchExecutor:
             self._grammars = self._make_grammars()
         return self._grammars
 
+    def drafts(self) -> Ints | None:
+        """Return the draft tokens that rows of the last plan offer, (max_seqs,); None for none."""
+        rows = [row for row, s in self._decoding.items() if self._sequences.get(s.request) is s]
+        if self.proposer is None or not rows:
+            return None
+        offers: Ints = np.zeros(len(self.tables), dtype=np.int32)
+        offers[rows] = self.proposer.offers([self._decoding[row] for row in rows])
+        return offers
+
     def execute(self, plan: Plan, on_step: OnStep | None = None) -> Result:
         """Run moves, then steps until a sequence ends; raises ValueError on a row mismatch."""
         for started in plan.started:
@@ -160,14 +174,16 @@ class TorchExecutor:
         if not plan:
             return Result()
         sequences = [self._rows[row] for row in plan.rows.tolist()]
+        result = Result()
         with torch.inference_mode():
-            steps, ended, durations = self._steps(plan, sequences, on_step)
-        result = Result(
-            steps=steps,
-            finished=[Finish(entry, reason, steps) for entry, reason in ended.items()],
-            full_block_hashes=self._cache_full_blocks(plan, sequences, steps),
-            durations=np.array(durations, dtype=np.int64),
-        )
+            if len(plan.drafts):
+                ended, durations = self._verify(plan, sequences, on_step, result)
+            else:
+                ended, durations = self._steps(plan, sequences, on_step)
+        result.steps = steps = len(durations)
+        result.finished = [Finish(entry, reason, steps) for entry, reason in ended.items()]
+        result.full_block_hashes = self._cache_full_blocks(plan, sequences, result)
+        result.durations = np.array(durations, dtype=np.int64)
         if self.evictor is not None:
             with torch.inference_mode():
                 result.lost_returns, result.regained_returns = self.evictor.end_plan(plan, steps)
@@ -175,7 +191,7 @@ class TorchExecutor:
 
     def _steps(
         self, plan: Plan, sequences: list[TokenSequence], on_step: OnStep | None
-    ) -> tuple[int, dict[int, FinishReason], list[int]]:
+    ) -> tuple[dict[int, FinishReason], list[int]]:
         batch = self._lay_out(plan, sequences)
         sampling = [sequences[entry] for entry in batch.entries.tolist()]
         sampler = IsolatedSampler(self.sampler, sampling, self.model.ops, self._device)
@@ -208,18 +224,103 @@ class TorchExecutor:
                 chosen, reports, failed = sampler(self.model.logits, hidden)
                 output.logprobs = {int(batch.entries[i]): r for i, r in reports.items()}
                 output.broken |= {int(batch.entries[i]): why for i, why in failed.items()}
-                self._note(batch, sampling, chosen, output)
-                if self._grammars is not None and self._grammars.budget is not None:
-                    self._grammars.budget.begin_step()
+                self._note(batch.entries.tolist(), sampling, chosen.tolist(), output)
             durations.append(self._clock() - began)
             goes_on = on_step is None or on_step(output)
             began = self._clock()
-            ended = dict.fromkeys(np.flatnonzero(output.finished).tolist(), FinishReason.STOP)
-            ended |= dict.fromkeys([*output.failed, *output.broken], FinishReason.ERROR)
+            ended = _ended(output)
             last = len(durations) == plan.repeat or began >= plan.horizon
+            if self.proposer is not None:
+                self._decoding = {
+                    int(plan.rows[entry]): sequences[entry]
+                    for entry in batch.entries.tolist()
+                    if entry not in ended
+                }
+                if plan.drafts_pay and (offers := self.drafts()) is not None:
+                    last |= bool(offers.any())
             if ended or last or not goes_on:
-                return len(durations), ended, durations
+                return ended, durations
             batch.advance(chosen.to(batch.tokens.dtype))
+
+    def _verify(
+        self, plan: Plan, sequences: list[TokenSequence], on_step: OnStep | None, result: Result
+    ) -> tuple[dict[int, FinishReason], list[int]]:
+        """Compute each entry's last token and drafts; sample until a draw is not the draft.
+
+        Parameters that depend on the output so far see it grow token by token.
+        """
+        assert self.proposer is not None
+        began = self._clock()
+        drafts = self.proposer.propose(sequences, plan.drafts.tolist())
+        result.drafting = self._clock() - began
+        tokens = [
+            np.concatenate((s.buffer[s.length - 1 : s.length], some))
+            for s, some in zip(sequences, drafts, strict=True)
+        ]
+        batch = make_batch(plan, tokens, self._device)
+        if self.lora is not None:
+            self.lora.begin(batch.rows, np.arange(batch.size))
+        self._attention.begin(batch)
+        logits = self.model.logits(self.model.hidden(batch.tokens, self._attention, None))
+        firsts = (batch.last - plan.drafts).tolist()
+        ahead = [
+            (entry, depth)
+            for entry, sequence in enumerate(sequences)
+            if not adjusts(sequence.params)
+            for depth in range(len(drafts[entry]) + 1)
+        ]
+        at_once = dict(zip(ahead, self._sample(
+            [sequences[entry].after(depth) for entry, depth in ahead],
+            logits, [firsts[entry] + depth for entry, depth in ahead],
+        ), strict=True))  # fmt: skip
+        result.accepted = np.full(len(plan.rows), -1, dtype=np.int32)
+        outputs: list[StepOutput] = []
+        ended: dict[int, FinishReason] = {}
+        going = list(range(len(plan.rows)))
+        while going:
+            depth = len(outputs)
+            careful = [entry for entry in going if adjusts(sequences[entry].params)]
+            drawn = dict(zip(careful, self._sample(
+                [sequences[entry] for entry in careful], logits,
+                [firsts[entry] + depth for entry in careful],
+            ), strict=True))  # fmt: skip
+            drawn |= {entry: at_once[entry, depth] for entry in going if entry not in drawn}
+            output = StepOutput(
+                tokens=np.full(len(plan.rows), -1, dtype=np.int32),
+                finished=np.zeros(len(plan.rows), dtype=np.bool_),
+                logprobs={e: r for e in going if (r := drawn[e][1]) is not None},
+                broken={e: why for e in going if (why := drawn[e][2]) is not None},
+            )
+            self._note(going, [sequences[e] for e in going], [drawn[e][0] for e in going], output)
+            outputs.append(output)
+            result.accepted[going] += 1
+            ended |= _ended(output)
+            going = [
+                entry
+                for entry in going
+                if entry not in ended
+                and depth < len(drafts[entry])
+                and output.tokens[entry] == drafts[entry][depth]
+            ]
+        self._decoding = {
+            int(row): sequences[e] for e, row in enumerate(plan.rows) if e not in ended
+        }
+        durations = [self._clock() - began]
+        if on_step is not None:
+            for output in outputs:
+                on_step(output)
+        return ended, durations
+
+    def _sample(
+        self, sequences: list[TokenSequence], logits: Tensor, rows: list[int]
+    ) -> list[tuple[int, RankedLogprobs | None, str | None]]:
+        """Return a token for each sequence by its row of logits, its logprobs, and its failure."""
+        if not sequences:
+            return []
+        sampler = IsolatedSampler(self.sampler, sequences, self.model.ops, self._device)
+        index = upload(np.array(rows, dtype=np.int64), self._device)
+        chosen, reports, failed = sampler(lambda at: logits[at], index)
+        return [(t, reports.get(i), failed.get(i)) for i, t in enumerate(chosen.tolist())]
 
     def _pass_logits(self, batch: StepBatch, hidden: Tensor) -> None:
         """Pass all tokens' logits to the eviction policy, in parts to bound memory."""
@@ -234,10 +335,11 @@ class TorchExecutor:
         return make_batch(plan, [s.buffer[at : at + n] for s, at, n in spans], self._device)
 
     def _note(
-        self, batch: StepBatch, sampling: list[TokenSequence], chosen: Tensor, output: StepOutput
-    ) -> None:
-        tokens = chosen.tolist()
-        for entry, sequence, token in zip(batch.entries.tolist(), sampling, tokens, strict=True):
+        self, entries: list[int], sampling: list[TokenSequence], tokens: list[int],
+        output: StepOutput,
+    ) -> None:  # fmt: skip
+        """Append sampled tokens to their sequences."""
+        for entry, sequence, token in zip(entries, sampling, tokens, strict=True):
             if entry in output.broken:
                 output.finished[entry] = True
                 continue
@@ -254,6 +356,8 @@ class TorchExecutor:
             if entry in output.broken or sequence.failure is not None:
                 output.finished[entry], output.tokens[entry] = True, -1
                 output.logprobs.pop(entry, None)
+        if self._grammars is not None and self._grammars.budget is not None:
+            self._grammars.budget.begin_step()
 
     def _report_prompts(
         self,
@@ -298,10 +402,12 @@ class TorchExecutor:
         return reports
 
     def _cache_full_blocks(
-        self, plan: Plan, sequences: list[TokenSequence], steps: int
+        self, plan: Plan, sequences: list[TokenSequence], result: Result
     ) -> dict[int, BlockHashes]:
         """Hash blocks that became full, unless entries were evicted from them."""
-        computed = plan.kv_lens + plan.counts + (steps - 1)
+        computed = plan.kv_lens + plan.counts + (result.steps - 1)
+        if len(plan.drafts):
+            computed += result.accepted - plan.drafts
         whole = plan.kv_lens == plan.starts
         size = self.cache.layout.block_size
         full = computed // size
@@ -326,3 +432,8 @@ class TorchExecutor:
             if len(ids) and not 0 <= ids.min() <= ids.max() < vocab:
                 wrong = ids[(ids < 0) | (ids >= vocab)][0]
                 raise ValueError(f"{name} is {wrong}; it must be in [0, {vocab})")
+
+
+def _ended(output: StepOutput) -> dict[int, FinishReason]:
+    ended = dict.fromkeys(np.flatnonzero(output.finished).tolist(), FinishReason.STOP)
+    return ended | dict.fromkeys([*output.failed, *output.broken], FinishReason.ERROR)

@@ -17,6 +17,7 @@ from pigou.kv.hashing import chain
 from pigou.request import NEVER, FinishReason, Request, SamplingParams
 from pigou.runtime.lora import Adapter, LoRABank
 from pigou.runtime.models.load import LoadedModel
+from pigou.runtime.speculation import Proposer
 from pigou.runtime.step_output import RankedLogprobs, StepOutput
 
 Prompt = Sequence[int] | NDArray[np.integer]
@@ -46,7 +47,7 @@ class LocalEngine:
 
     def __init__(
         self, model: LoadedModel, config: EngineConfig, lora: LoRABank | None = None,
-        adapters: Mapping[str, Adapter] = MappingProxyType({}),
+        adapters: Mapping[str, Adapter] = MappingProxyType({}), proposer: Proposer | None = None,
     ) -> None:  # fmt: skip
         """Build core and executor; raises ModelError or ConfigError on a bad configuration."""
         self._adapters = adapters
@@ -55,6 +56,7 @@ class LocalEngine:
         self.executor = model.executor(
             self.cache, self.core.tables, config.max_model_len, config.eviction, lora
         )
+        self.executor.proposer = proposer  # drafts `EngineConfig.num_speculative_tokens` at most
         self.on_plan: Callable[[Plan], None] = lambda _plan: None
         self._config = config
         self._outputs: dict[str, Output] = {}
@@ -100,7 +102,7 @@ class LocalEngine:
 
     def step(self, horizon: int = NEVER) -> Result:
         """Execute one plan; no step begins after `horizon` (`monotonic_ns`)."""
-        plan = self.core.schedule(time.monotonic_ns(), horizon)
+        plan = self.core.schedule(time.monotonic_ns(), horizon, self.executor.drafts())
         self.on_plan(plan)
         for started in plan.started:
             row = started.row

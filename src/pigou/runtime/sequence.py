@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,6 +102,10 @@ class TokenSequence:
             except GrammarError as error:
                 self.failure, done = str(error), True
         return done
+
+    def after(self, tokens: int) -> TokenSequence:
+        """Return the sequence with `tokens` more, whichever they are; for sampling alone."""
+        return replace(self, length=self.length + tokens)
 
     def truncate(self, tokens: int, block_size: int) -> None:
         """Remove the last `tokens` output tokens."""
