@@ -279,15 +279,15 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     num_speculative_tokens: int  # most draft tokens that a sequence verifies in a step
     method: Literal["ngram", "draft_model"] = "draft_model"
     model: str = ""  # the draft model's folder or hub id
-    prompt_lookup_max: int | None = None  # tokens of the longest match that is looked for
+    prompt_lookup_max: int | None = None  # tokens of the longest match looked for
     prompt_lookup_min: int | None = None  # and of the shortest
 
     def __post_init__(self) -> None:
         check_bounds("num_speculative_tokens", self.num_speculative_tokens, ge=1, le=64)
-        shortest, longest = self.ngram
-        if not 1 <= shortest <= longest:
+        min_n, max_n = self.ngram
+        if not 1 <= min_n <= max_n:
             raise ConfigError(
-                f"prompt_lookup_min is {shortest}, and prompt_lookup_max {longest}; give 1 <= "
+                f"prompt_lookup_min is {min_n}, and prompt_lookup_max {max_n}; give 1 <= "
                 "prompt_lookup_min <= prompt_lookup_max"
             )
         if self.method == "draft_model" and not self.model:
@@ -299,8 +299,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     @property
     def ngram(self) -> tuple[int, int]:
         """Tokens of the shortest and longest match."""
-        longest = self.prompt_lookup_max or self.prompt_lookup_min or 5
-        return longest if self.prompt_lookup_min is None else self.prompt_lookup_min, longest
+        max_n = self.prompt_lookup_max or self.prompt_lookup_min or 5
+        return max_n if self.prompt_lookup_min is None else self.prompt_lookup_min, max_n
 
 
 def read_speculation(text: str) -> SpeculativeConfig:

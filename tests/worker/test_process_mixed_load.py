@@ -34,7 +34,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worker, Wor
         "--executor torch --dtype fp32 --blocks 40 --host-blocks 40 --max-seqs 8 "
         "--max-batched-tokens 64 --max-model-len 400 --kv-lease 3"
     )
-    workers = [start(folder, *options.split()) for _ in range(2)]
+    drafts = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}'
+    workers = [
+        start(folder, *options.split(), *more) for more in ([], ["--speculative-config", drafts])
+    ]
     yield workers[0], workers[1]
     for worker in workers:
         stop(worker)
@@ -81,7 +84,7 @@ class Client:
             ]
             if ticket is not None and at.random() < 0.2:
                 ticket["remote_secret"] = "wrong"
-            body = leg_two(body, ticket)
+            body = body if ticket is None else leg_two(body, ticket)
         choice = at.choice((await self.post(worker, body))["choices"])
         return [*done, *choice["token_ids"]]
 
@@ -147,6 +150,13 @@ def test_the_tokens_of_a_request_do_not_depend_on_what_else_happens(
         worker.settle()
     assert pair[0].metric("vllm:num_preemptions_total") > 0
     assert pair[1].metric("pigou_kv_blocks_received_total") > 0
+    accepted = pair[1].metric("vllm:spec_decode_num_accepted_tokens_total")
+    by_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert pair[1].metric(by_position) == accepted > 0
+    assert pair[1].metric(by_position, position="0") > pair[1].metric(by_position, position="3")
+    drafts = (pair[1].metric(f"vllm:spec_decode_num_{n}_total") for n in ("drafts", "draft_tokens"))
+    assert 0 < next(drafts) <= next(drafts)
+    assert not pair[0].metric("vllm:spec_decode_num_drafts_total")
 
 
 FIELDS: list[dict[str, Any]] = [

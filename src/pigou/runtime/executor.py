@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from pigou.runtime.models.decoder import DecoderModel
 from pigou.runtime.ops import Ops
 from pigou.runtime.sampling import IsolatedSampler, Sampler, adjusts, report
 from pigou.runtime.sequence import TokenSequence, make_sequence
-from pigou.runtime.speculation import Proposer
 from pigou.runtime.step_output import RankedLogprobs, StepOutput, described, is_contained
 from pigou.runtime.structured_output import Grammars, GrammarState
 from pigou.runtime.tensor_io import upload
@@ -31,6 +31,22 @@ from pigou.runtime.token_eviction.evictor import Evictor, TokenRecomputation
 _AT_ONCE = 256
 
 OnStep = Callable[[StepOutput], bool]
+
+
+class Proposer(Protocol):
+    """Proposes draft tokens for decoding sequences."""
+
+    def offers(self, sequences: list[TokenSequence]) -> list[int]:
+        """Return how many tokens could be proposed behind each sequence."""
+        ...
+
+    def propose(self, sequences: list[TokenSequence], counts: list[int]) -> list[Ints]:
+        """Return as many tokens as counted behind each sequence, at most those offered."""
+        ...
+
+    def drop(self, request: str) -> None:
+        """Forget a request; unknown ids are ignored."""
+        ...
 
 
 class TorchExecutor:
@@ -67,7 +83,7 @@ class TorchExecutor:
                 self._recomputation = TokenRecomputation(model, cache, evictor, attention.turns)
         self._device = cache.data.device
         self.sampler: Callable[[list[TokenSequence], Ops, torch.device], Sampler] = Sampler
-        self.proposer: Proposer | None = None  # of draft tokens
+        self.proposer: Proposer | None = None
         self._decoding: dict[int, TokenSequence] = {}  # rows of the last plan that go on
         self._sequences: dict[str, TokenSequence] = {}
         self._rows: dict[int, TokenSequence] = {}
@@ -123,8 +139,11 @@ class TorchExecutor:
         if self.proposer is not None:
             self.proposer.drop(request)
 
-    def truncate(self, request: str, tokens: int) -> None:
-        """Remove a request's last tokens, between plans; raises ValueError if impossible."""
+    def truncate(self, request: str, tokens: int, last: int | None = None) -> None:
+        """Remove a request's last tokens, between plans; raises ValueError if impossible.
+
+        `last` replaces the last one left, which is not computed yet.
+        """
         sequence = self._sequences[request]
         row = next((row for row, other in self._rows.items() if other is sequence), None)
         if row is None:
@@ -136,6 +155,8 @@ class TorchExecutor:
         if self.evictor is not None:
             self.evictor.truncate(row, tokens)
         sequence.truncate(tokens, self.cache.layout.block_size)
+        if last is not None:
+            sequence.buffer[sequence.length - 1] = last
 
     def tokens(self, request: str) -> Ints:
         """Return a copy of a request's token ids, prompt and output."""

@@ -15,9 +15,9 @@ from pigou.engine.core import EngineCore
 from pigou.engine.plan import Plan, Result
 from pigou.kv.hashing import chain
 from pigou.request import NEVER, FinishReason, Request, SamplingParams
+from pigou.runtime.executor import Proposer
 from pigou.runtime.lora import Adapter, LoRABank
 from pigou.runtime.models.load import LoadedModel
-from pigou.runtime.speculation import Proposer
 from pigou.runtime.step_output import RankedLogprobs, StepOutput
 
 Prompt = Sequence[int] | NDArray[np.integer]

@@ -7,7 +7,16 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from pigou.config import ConfigError, EvictionConfig, QueueOrder, check_bounds, check_fields, option
+from pigou.config import (
+    ConfigError,
+    EvictionConfig,
+    QueueOrder,
+    SpeculativeConfig,
+    check_bounds,
+    check_fields,
+    option,
+    read_speculation,
+)
 from pigou.kv.tier_config import HOST, StoreTier, check_names
 from pigou.logs import AccessLogOption, LogFormatOption, LogLevelOption
 from pigou.placement.topology import read_location
@@ -130,6 +139,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         ),
     ] = "priority"
     repeat: Annotated[int, option("Maximum of steps planned at once.", "Scheduling")] = 8
+    speculative_config: Annotated[
+        str,
+        option(
+            "Draft tokens to verify, as vLLM's JSON: method (ngram or draft_model), "
+            "num_speculative_tokens, prompt_lookup_max, prompt_lookup_min, model.",
+            "Scheduling",
+        ),
+    ] = ""
     rehearse: Annotated[
         float,
         option(
@@ -259,6 +276,16 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         self._check_tiers()
         self._check_eviction()
         self._check_timing()
+        if self.speculation is not None and (self.sleeps or self.eviction.policy):
+            other = "the worker only takes time" if self.sleeps else "eviction is given"
+            raise ConfigError(
+                f"speculative_config is {self.speculative_config!r}, and {other}; leave one out"
+            )
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """Parsed `speculative_config`; None without."""
+        return read_speculation(self.speculative_config) if self.speculative_config else None
 
     @property
     def sleeps(self) -> bool:

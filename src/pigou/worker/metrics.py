@@ -10,6 +10,7 @@ from prometheus_client import Counter, generate_latest
 from prometheus_client.core import Metric
 
 from pigou.engine.plan import Finished
+from pigou.engine.speculation import DraftPricer
 from pigou.kv.offload import TierCounts
 from pigou.metric_rows import MetricSet, counter_family, gauge_family
 from pigou.request import SECOND
@@ -153,6 +154,16 @@ TIER_ROWS = (
          "Blocks refused because queues were full or the store down.", "refused"),
     ),
 )  # fmt: skip
+#: Rows read from `DraftPricer`, and of the accepted tokens at each position.
+_DRAFT_ROWS = _counters(
+    ("vllm:spec_decode_num_drafts", "Drafts verified, one for a sequence and step.", "drafts"),
+    ("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.", "draft_tokens"),
+    ("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.", "accepted_tokens"),
+)
+_POSITION_ROWS = _counters(
+    ("vllm:spec_decode_num_accepted_tokens_per_pos",
+     "Accepted draft tokens by their position in the draft.", "real"),
+)  # fmt: skip
 _ENERGY_ROWS = _counters(
     ("pigou_device_energy_joules", "Energy of the worker's device since its start, by its counter.",
      "joules"),
@@ -220,6 +231,15 @@ class WorkerMetrics(MetricSet):
     def show_tiers(self, tiers: OffloadConnector) -> None:
         """Register each tier's metrics."""
         self.show(TIER_ROWS, lambda: tier_figures(tiers), "tier")
+
+    def show_drafts(self, drafts: DraftPricer) -> None:
+        """Register the counts of draft tokens."""
+        self.show(_DRAFT_ROWS, lambda: [((), drafts)])
+        positions = drafts.accepted_at
+        self.show(
+            _POSITION_ROWS,
+            lambda: [((str(at),), int(count)) for at, count in enumerate(positions)], "position",
+        )  # fmt: skip
 
     def show_energy(self, counter: EnergyCounter) -> None:
         """Register the device's energy use."""

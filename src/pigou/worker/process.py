@@ -91,6 +91,8 @@ class WorkerServer:
             core.config.blocks,
             parts.work,
         )
+        if core.drafts is not None:
+            self._metrics.show_drafts(core.drafts)
         if (energy := open_energy_counter(config.device)) is not None:
             self._metrics.show_energy(energy)
         self._events = self._publisher()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from pigou.engine.plan import Finished, Plan, Result
 from pigou.engine.state import EngineStats
 from pigou.kv.block import Block
-from pigou.request import BlockHashes, Request, SamplingParams
+from pigou.request import BlockHashes, Ints, Request, SamplingParams
 from pigou.runtime.step_output import RankedLogprobs, StepOutput
 
 if TYPE_CHECKING:
@@ -273,6 +273,9 @@ class Backend(Protocol):
 
     def drop(self, request: str) -> None:
         """Drop a request; unknown ids are ignored."""
+
+    def drafts(self) -> Ints | None:
+        """Return the draft tokens that each row offers, (max_seqs,); None for none."""
 
     def execute(self, plan: Plan, on_step: OnStep | None = None) -> Result:
         """Run the plan's moves, then its steps; return early if a sequence ends."""

@@ -253,7 +253,7 @@ class EngineThread:
             if self._core.waiting:
                 busy = self._core.running > self._core.loading
                 self.tiers.measure(self._step_s / 2 if busy else 0.0)  # mean delay of commands
-        plan = self._core.schedule(now)
+        plan = self._core.schedule(now, drafts=self._backend.drafts())
         self.gauges.read(self._core, plan, self._added)
         self._begin(plan, now)
         moves = len(plan.swap_out) or len(plan.copies) or len(plan.swap_in)
@@ -330,7 +330,7 @@ class EngineThread:
         self._left -= 1
         if not self._inbox.empty():
             return False
-        if self._left and not step.finished.any():
+        if self._left > 0 and not step.finished.any():
             self._flush()
         return True
 

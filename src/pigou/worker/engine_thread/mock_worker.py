@@ -129,6 +129,9 @@ class MockBackend:
         """Drop a request."""
         self._sequences.pop(request, None)
 
+    def drafts(self) -> None:
+        """Offer no draft tokens."""
+
     def rest(self) -> None:
         """Mark the backend idle; the next step starts when requested."""
         self._ended = 0

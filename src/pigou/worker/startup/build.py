@@ -116,6 +116,7 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
     from pigou.runtime.memory_report import measured, tensor_bytes
     from pigou.runtime.models.load import load
     from pigou.runtime.resources import device_name, free_memory, kv_room, set_threads
+    from pigou.runtime.speculation import make_proposer
     from pigou.runtime.structured_output import WorkBudget
 
     set_threads(config.threads)
@@ -141,6 +142,8 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
         memory.buffer.data if memory is not None else None,
     )
     executor = loaded.executor(cache, core.tables, core.config.max_model_len, core.config.eviction)
+    if (drafting := config.speculation) is not None:
+        executor.proposer = make_proposer(drafting, loaded, core.config)
     model = _served(
         config,
         loaded.folder,
@@ -304,6 +307,7 @@ def _engine_config(config: WorkerConfig, blocks: int, max_tokens: int) -> Engine
             f"max_model_len is {config.max_model_len}; {blocks} blocks of {config.block_size} "
             f"tokens hold {cache_tokens}: lower it, or give more blocks or memory"
         )
+    drafting = config.speculation
     return EngineConfig(
         blocks=blocks,
         block_size=config.block_size,
@@ -317,6 +321,7 @@ def _engine_config(config: WorkerConfig, blocks: int, max_tokens: int) -> Engine
         max_repeat=config.repeat,
         max_waiting=config.max_waiting,
         eviction=config.eviction if config.eviction.policy else None,
+        num_speculative_tokens=drafting.num_speculative_tokens if drafting is not None else 0,
     )
 
 

@@ -14,11 +14,13 @@ from tests.lib.examples import examples
 
 from pigou.config import ConfigError, EngineConfig, SpeculativeConfig, read_speculation
 from pigou.engine.plan import Rates
+from pigou.models import ModelError
 from pigou.request import FinishReason, Grammar, Ints, SamplingParams
+from pigou.runtime.executor import Proposer
 from pigou.runtime.local_engine import LocalEngine, Output
 from pigou.runtime.models.load import LoadedModel
 from pigou.runtime.sequence import TokenSequence
-from pigou.runtime.speculation import NgramProposer, Proposer, look_up
+from pigou.runtime.speculation import DraftModel, NgramProposer, look_up, make_proposer
 from reference import Prompt, bundled_prompts, make_prompts
 
 Find = Callable[[str], LoadedModel]
@@ -155,6 +157,61 @@ def test_a_grammar_sees_the_accepted_tokens_alone(temperature: float, loaded: Fi
     assert {o.reason for o in plain} == {FinishReason.STOP}
 
 
+@pytest.mark.parametrize(("draft", "least"), [("llama", 0.9), ("mistral", 0.0)])
+@pytest.mark.parametrize("blocks", [400, 14], ids=["room", "preempted"])
+def test_a_draft_model_follows_the_target(
+    draft: str, least: float, blocks: int, loaded: Find
+) -> None:
+    prompts = make_prompts(6, VOCAB, 40)
+    params = [
+        SamplingParams(
+            max_tokens=30, temperature=0.7 * (i % 2), seed=i, ignore_eos=True,
+            frequency_penalty=0.5 * (i % 3), top_p=0.9,
+        )
+        for i in range(6)
+    ]  # fmt: skip
+    plain, _ = run(loaded("llama"), prompts, params)
+    limits = {"blocks": blocks, "max_batched_tokens": 32}
+    config = EngineConfig(max_model_len=128, max_seqs=8, **limits)
+    proposer = DraftModel(loaded(draft), config, 4)
+    ours, engine = run(loaded("llama"), prompts, params, proposer, **limits)
+    same(ours, plain)
+    pricer, core = engine.core.drafts, proposer._core
+    assert pricer is not None
+    assert pricer.draft_tokens > 100
+    if blocks == 400:
+        assert pricer.accepted_tokens >= least * pricer.draft_tokens
+        assert core.stats.queried_tokens < 600  # nobody was computed anew
+    core.check_integrity()
+    assert core.running == core.waiting == 0
+    assert core.free_blocks == core.config.blocks
+
+
+def test_a_draft_model_that_paused_goes_on(loaded: Find) -> None:
+    prompts = make_prompts(3, VOCAB, 40)
+    params = [SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)] * 3
+    plain, _ = run(loaded("llama"), prompts, params)
+    config = EngineConfig(blocks=400, max_model_len=128, num_speculative_tokens=5)
+    proposer = DraftModel(loaded("llama"), config, 4)
+    engine = LocalEngine(loaded("llama"), config, proposer=proposer)
+    chance = random.Random(0)
+    assert engine.core.drafts is not None
+    engine.core.drafts.choose = lambda rows, offers: (  # type: ignore[method-assign]
+        np.array([chance.choice([0, 0, 3]) for _ in rows], dtype=np.int32)
+        * (offers > 3) * (chance.random() < 0.5)
+    )  # fmt: skip
+    same(engine.generate(prompts, params), plain)
+    assert engine.core.drafts.accepted_tokens == engine.core.drafts.draft_tokens > 20
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(loaded: Find) -> None:
+    config = SpeculativeConfig(num_speculative_tokens=2, model=str(loaded("llama").folder))
+    with pytest.raises(ModelError, match="another vocabulary"):
+        make_proposer(config, loaded(BUNDLED), EngineConfig(blocks=40, max_model_len=128))
+    same_one = make_proposer(config, loaded("mistral"), EngineConfig(blocks=40, max_model_len=128))
+    assert isinstance(same_one, DraftModel)
+
+
 def test_a_failing_sampler_fails_one_request_amid_its_drafts(loaded: Find) -> None:
     prompts = make_prompts(2, VOCAB, 30)
     bad = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, repetition_penalty=1.5)
@@ -194,7 +251,7 @@ def test_a_continued_sequence_drafts_from_what_it_said_before(loaded: Find) -> N
 
 
 @pytest.mark.parametrize(
-    ("tokens", "shortest", "longest", "expected", "match"),
+    ("tokens", "min_n", "max_n", "expected", "match"),
     [
         ([1, 2, 3, 9, 1, 2, 3], 2, 3, [9, 1, 2, 3], 3),
         ([1, 2, 8, 1, 2, 9, 1, 2], 2, 5, [9, 1, 2, 9], 2),  # the latest
@@ -206,11 +263,11 @@ def test_a_continued_sequence_drafts_from_what_it_said_before(loaded: Find) -> N
     ],
 )
 def test_a_look_up_continues_the_latest_of_the_longest_matches(
-    tokens: list[int], shortest: int, longest: int, expected: list[int], match: int
+    tokens: list[int], min_n: int, max_n: int, expected: list[int], match: int
 ) -> None:
     out = np.zeros(4, dtype=np.int32)
     buffer = np.array([*tokens, 1, 2, 3], dtype=np.int32)
-    assert look_up(buffer, len(tokens), shortest, longest, out) == match
+    assert look_up(buffer, len(tokens), min_n, max_n, out) == match
     assert not match or out.tolist() == expected
 
 
