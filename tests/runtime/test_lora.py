@@ -14,7 +14,7 @@ from checkpoints import make_config, write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from tests.lib.lora_adapters import PROJECTIONS, write_adapter
 
 from pigou.config import EngineConfig
 from pigou.models import ModelError
@@ -25,50 +25,14 @@ from pigou.runtime.models.load import LoadedModel, load
 from reference import make_prompts
 
 RANK = 8
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 #: Adapters of different ranks, scales and modules.
 KINDS: dict[str, dict[str, Any]] = {
-    "all": {"r": 4, "lora_alpha": 8, "target_modules": list(ALL)},
+    "all": {"r": 4, "lora_alpha": 8, "target_modules": list(PROJECTIONS)},
     "few": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "use_rslora": True},
     "mixed": {"r": 2, "lora_alpha": 4, "target_modules": ["k_proj", "up_proj", "down_proj"],
               "rank_pattern": {"layers.1.mlp.down_proj": 5},
               "alpha_pattern": {"up_proj": 1.5}},
 }  # fmt: skip
-
-
-def rank_of(kind: dict[str, Any], name: str) -> tuple[int, float]:
-    """PEFT's rank and scale of a module."""
-    rank = next((r for p, r in kind.get("rank_pattern", {}).items() if name.endswith(p)), kind["r"])
-    patterns = kind.get("alpha_pattern", {})
-    alpha = next((a for p, a in patterns.items() if name.endswith(p)), kind["lora_alpha"])
-    return rank, alpha / (rank**0.5 if kind.get("use_rslora") else rank)
-
-
-def write_adapter(folder: Path, base: Path, kind: dict[str, Any], seed: int = 0) -> Path:
-    """Write a random adapter for a checkpoint, and beside it the checkpoint with it merged in."""
-    torch.manual_seed(seed)
-    weights = load_file(base / "model.safetensors")
-    tensors: dict[str, Tensor] = {}
-    for weight_name in sorted(weights):
-        name = weight_name.removesuffix(".weight")
-        if name.rsplit(".", 1)[-1] in kind["target_modules"]:
-            rank, scale = rank_of(kind, name)
-            outputs, inputs = weights[weight_name].shape
-            a, b = torch.randn(rank, inputs) * 0.1, torch.randn(outputs, rank) * 0.04
-            tensors |= {f"base_model.model.{name}.lora_A.weight": a,
-                        f"base_model.model.{name}.lora_B.weight": b}  # fmt: skip
-            weights[weight_name] = weights[weight_name] + scale * b @ a
-    folder.mkdir(parents=True)
-    config = {"peft_type": "LORA", "bias": "none", **kind}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "adapter_model.safetensors")
-    merged = folder / "merged"
-    merged.mkdir()
-    for file in base.iterdir():
-        if file.name != "model.safetensors":
-            (merged / file.name).write_bytes(file.read_bytes())
-    save_file(weights, merged / "model.safetensors")
-    return folder
 
 
 class Served:

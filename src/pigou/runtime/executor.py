@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pigou.config import ConfigError
 from pigou.engine.plan import Finish, Plan, Result
 from pigou.request import BlockHashes, FinishReason, Ints, SamplingParams
 from pigou.runtime.attention.batch import StepBatch, make_batch
@@ -79,6 +80,8 @@ class TorchExecutor:
         self._recomputation: TokenRecomputation | None = None
         if evictor is not None:
             attention.watch = evictor.watch if evictor.watches else None
+            if evictor.policy.recomputes and lora is not None:
+                raise ConfigError("eviction.policy recomputes without adapters; leave one out")
             if evictor.policy.recomputes:
                 self._recomputation = TokenRecomputation(model, cache, evictor, attention.turns)
         self._device = cache.data.device

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pigou.models import ModelError
 from pigou.request import Ints
-from pigou.runtime.models.decoder import Decoder, GatedMLP
+from pigou.runtime.models.decoder import Decoder, DecoderModel, GatedMLP
 from pigou.runtime.models.linear import Product
 from pigou.runtime.tensor_io import stored, upload
 from pigou.small_file import FileRefused, parse_json, read_bytes
@@ -246,6 +246,10 @@ class LoRABank:
         self._sites.append(site)
         return site
 
+    def read(self, folder: Path) -> Adapter:
+        """Read an adapter for this bank; raises ModelError."""
+        return read_adapter(folder, self.modules, self.max_rank, self.dtype)
+
     def load(self, name: str, adapter: Adapter, slot: int) -> None:
         """Write an adapter to an idle slot, beside steps; when it returns, rows may take it."""
         with torch.inference_mode(), torch.cuda.stream(self._stream):
@@ -301,8 +305,10 @@ class LoRABank:
         return y
 
 
-def attach(decoder: Decoder, slots: int, max_rank: int, rows: int) -> LoRABank:
-    """Let a decoder of our own take adapters in its projections; experts take none."""
+def attach(decoder: DecoderModel, slots: int, max_rank: int, rows: int) -> LoRABank:
+    """Let a decoder take adapters in its projections, experts aside; raises ModelError."""
+    if not isinstance(decoder, Decoder):
+        raise ModelError("adapters need the own decoder: start without enable_lora")
     config = decoder.config
     queries, others = config.heads * config.head_dim, config.kv_heads * config.head_dim
     modules: dict[str, tuple[int, int]] = {}

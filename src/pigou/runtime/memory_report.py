@@ -25,18 +25,19 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     weights: int  # tensors of the model
     cache: int  # KV blocks
     activations: int  # peak of the startup steps, above what stays
-    adapters: int  # LoRA weights: none
+    adapters: int  # slots of LoRA adapters
     runtime: int  # libraries and context that are resident
     graphs: int  # CUDA graphs: none
     scratch: int
 
 
 def measured(
-    run: Callable[[], Value], device: torch.device, weights: int, cache: int
+    run: Callable[[], Value], device: torch.device, weights: int, cache: int, adapters: int = 0
 ) -> tuple[Value, MemoryReport]:
     """Run the startup loads; return their result and the measured memory."""
     take = _on_cuda if device.type == "cuda" else _on_cpu
-    return take(run, device, weights, cache)
+    result, report = take(run, device, weights, cache)
+    return result, msgspec.structs.replace(report, weights=weights - adapters, adapters=adapters)
 
 
 def _on_cuda(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, TypeAlias
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -204,8 +205,9 @@ WireEvent: TypeAlias = Stored | Removed | Cleared
 
 
 def event_map(
-    event: KVEvent, block_size: int, token_ids: Sequence[int] = (), salt: str | None = None
-) -> dict[str, Any]:
+    event: KVEvent, block_size: int, token_ids: Sequence[int] = (), salt: str | None = None,
+    lora: str = "",
+) -> dict[str, Any]:  # fmt: skip
     """Return the map of a core event; `token_ids` (blocks * block_size) are empty for a tier."""
     if isinstance(event, AllBlocksCleared):
         return {"type": "AllBlocksCleared"}
@@ -225,9 +227,9 @@ def event_map(
         "parent_block_hash": parent[0] if parent else None,
         "token_ids": token_ids,
         "block_size": block_size,
-        "lora_id": None,
+        "lora_id": crc32(lora.encode()) if lora else None,
         "medium": event.medium.value,
-        "lora_name": None,
+        "lora_name": lora or None,
         "extra_keys": [[salt] if salted else None] + [None] * (len(hashes) - 1),
         "group_idx": 0,
     }

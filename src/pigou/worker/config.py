@@ -34,6 +34,8 @@ _KV_BACKENDS = ("nixl", "shm", "tcp")
 #: Option headings.
 _EVENTS = "KV transfer and events"
 _TIMING = "Timing in place of a model"
+_LORA = "LoRA adapters"
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -115,6 +117,17 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         bool, option("Keep finished blocks for requests with the same prefix.", "KV memory")
     ] = True
     eviction: EvictionConfig = EvictionConfig(policy="")  # without a policy, none
+    enable_lora: Annotated[bool, option("Serve LoRA adapters.", _LORA)] = False
+    lora_modules: Annotated[
+        tuple[str, ...], option("Adapter to serve: NAME=FOLDER of PEFT. Repeatable.", _LORA)
+    ] = ()
+    max_loras: Annotated[int, option("Maximum of adapters in a batch.", _LORA)] = 1
+    max_lora_rank: Annotated[
+        int, option("Maximum rank: 1, 8, 16, 32, 64, 128, 256, 320 or 512.", _LORA)
+    ] = 16
+    max_cpu_loras: Annotated[
+        int, option("Adapters kept in host memory; 0 for --max-loras.", _LORA)
+    ] = 0
     max_seqs: Annotated[int, option("Maximum of running sequences.", "Scheduling")] = 256
     max_batched_tokens: Annotated[int, option("Maximum of tokens per step.", "Scheduling")] = 2048
     max_background_tokens: Annotated[
@@ -211,6 +224,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     sleep_prefill_rate: Annotated[
         float, option("For --executor sleep: prompt tokens per second.", _TIMING)
     ] = 100_000.0
+    sleep_lora_read: Annotated[
+        int, option("For a mock worker: nanoseconds to read an adapter.", _TIMING)
+    ] = 100_000_000
     log_format: LogFormatOption = "text"
     log_level: LogLevelOption = "info"
     access_log: AccessLogOption = False
@@ -274,6 +290,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             )
         prefiller_networks(self.prefiller_networks)
         self._check_tiers()
+        self._check_lora()
         self._check_eviction()
         self._check_timing()
         if self.speculation is not None and (self.sleeps or self.eviction.policy):
@@ -301,6 +318,25 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 "prefix_caching is off, and tiers are given; there is nothing that they could "
                 "keep: leave one of them out"
             )
+
+    def _check_lora(self) -> None:
+        check_fields(self, "max_loras", ge=1)
+        if self.max_lora_rank not in _RANKS:
+            raise ConfigError(
+                f"max_lora_rank is {self.max_lora_rank}; give one of {', '.join(map(str, _RANKS))}"
+            )
+        if self.max_cpu_loras and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras is {self.max_cpu_loras}; it must be 0, or at least max_loras"
+            )
+        if not self.enable_lora:
+            for name, default in (
+                ("lora_modules", ()), ("max_loras", 1), ("max_lora_rank", 16), ("max_cpu_loras", 0)
+            ):  # fmt: skip
+                if getattr(self, name) != default:
+                    raise ConfigError(
+                        f"{name} is given, and enable_lora is not; give --enable-lora"
+                    )
 
     def _check_eviction(self) -> None:
         given = self.eviction

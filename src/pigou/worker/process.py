@@ -109,6 +109,9 @@ class WorkerServer:
         self._intake = InputProcessor(model, config, self._service, parts.grammars, key)
         self.engine.transfers = self._transfers()
         self._tiers = self._start_tiers()
+        if (adapters := model.adapters) is not None:
+            self.engine.adapters, adapters.answer = adapters, self.engine.put
+            self._metrics.scrape(adapters.families(lambda: self._service.adapters))
         about = {**self._about(), "rehearsed": parts.rehearsed, "memory": parts.memory_report}
         self._tracer = open_tracer(config.tracing, "pigou-worker")
         if self._tracer is not None and self._tracer.exporter is not None:
@@ -266,6 +269,8 @@ class WorkerServer:
             log.warning("%d requests were cut off at the end, and told so", cut)
         self._intake.close()
         self._parts.grammars.close()
+        if self._parts.model.adapters is not None:
+            self._parts.model.adapters.close()
         self._routes.close()
         if self._listener is not None:
             self._listener.close()

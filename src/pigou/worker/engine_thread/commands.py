@@ -85,6 +85,14 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    """A LoRA adapter is in its slot, unless there is an error."""
+
+    adapter: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class OffloadDone:
     """A move has ended; `good` marks the blocks that arrived."""
 
@@ -126,6 +134,7 @@ Command: TypeAlias = (
     | EndLease
     | Loaded
     | Restored
+    | AdapterLoaded
     | OffloadDone
     | Recovered
     | ClearCache
@@ -264,6 +273,7 @@ class Backend(Protocol):
         resume: int = 0,
         hashes: BlockHashes | None = None,
         grammar: GrammarState | None = None,
+        adapter: str = "",
     ) -> None:
         """Add a request before it is planned.
 

@@ -65,6 +65,15 @@ class EngineClient:
         return len(self._flights)
 
     @property
+    def adapters(self) -> tuple[set[str], set[str]]:
+        """LoRA adapters of running and of waiting sequences."""
+        versions: tuple[set[str], set[str]] = set(), set()
+        for sequence, _, add in self._flights.values():
+            if add.request.model:
+                versions[not sequence.begun].add(add.request.model)
+        return versions
+
+    @property
     def waiting(self) -> int:
         """Accepted sequences without a row, in the engine or not yet sent to it."""
         gauges, followers = self._metrics.gauges, sum(map(len, self._followers.values()))

@@ -23,8 +23,10 @@ from pigou.request import SECOND, BlockStored, FinishReason, KVEvent, Medium, Re
 from pigou.runtime.step_output import StepOutput, described, is_contained
 from pigou.wire.errors import REQUEST_FAILED
 from pigou.wire.kv_event_decoding import event_map
+from pigou.worker.adapters import AdapterStore, name_of
 from pigou.worker.engine_thread.commands import (
     Abort,
+    AdapterLoaded,
     Add,
     Backend,
     Begun,
@@ -85,6 +87,7 @@ class EngineThread:
         backend.set_beat(self.heartbeat.beat)
         self.transfers: Transfers
         self.tiers: OffloadConnector | None = None
+        self.adapters: AdapterStore | None = None
         self.meter: RateMeter | None = None
         self.rest: Callable[[], None] | None = None  # called when idle
 
@@ -136,6 +139,7 @@ class EngineThread:
 
     def _do(self, command: Command) -> None:
         self.heartbeat.work()
+        self._stopping = isinstance(command, Stop)
         match command:
             case Add():
                 self._add(command)
@@ -152,6 +156,8 @@ class EngineThread:
             case Restored(request, blocks, failed):
                 tokens = blocks * self._core.config.block_size
                 self._take(self._core.loaded(request, tokens, failed))
+            case AdapterLoaded():
+                self._adapter_loaded(command)
             case OffloadDone(move, good):
                 self._take(self._core.on_transfer_done(move, good))
             case Recovered(tier, blocks):
@@ -161,8 +167,6 @@ class EngineThread:
                 self._take(self._core.clear_cache())
             case SetLimits(max_seqs, max_batched_tokens):
                 self._take(self._core.set_limits(max_seqs, max_batched_tokens))
-            case Stop():
-                self._stopping = True
 
     def _add(self, add: Add) -> None:
         request = add.request
@@ -176,6 +180,7 @@ class EngineThread:
                 resume=add.generated,
                 hashes=request.hashes,
                 grammar=add.grammar,
+                adapter=request.model,
             )
         except ValueError as error:
             self._refuse(add, 400, str(error))
@@ -207,11 +212,21 @@ class EngineThread:
         self._out.failed.append(Failed(add.request.id, status, message, type))
 
     def _abort(self, request: str) -> None:
+        self._decline(request)
+        self.transfers.cancel(request)
+        self._take(self._core.abort(request))
+
+    def _decline(self, request: str) -> None:
         add = self._adds.get(request)
         if add is not None and add.request.remote and request not in self._loaded:
             self.transfers.decline(add.ticket or {})
-        self.transfers.cancel(request)
-        self._take(self._core.abort(request))
+
+    def _adapter_loaded(self, loaded: AdapterLoaded) -> None:
+        effects = self._core.adapter_loaded(loaded.adapter, not loaded.error)
+        for ended in effects.finished:
+            self._decline(ended.request)
+            self._out.failed.append(Failed(ended.request, 500, loaded.error))
+        self._take(effects)
 
     def _lease_cached(self, request: Request) -> None:
         """Offer a prompt's cached blocks; reported without waiting for the next step."""
@@ -292,6 +307,9 @@ class EngineThread:
     def _begin(self, plan: Plan, now: int) -> None:
         if self.tiers is not None:
             self.tiers.make(plan.moves)
+        for adapter_load in plan.adapters:
+            assert self.adapters is not None
+            self.adapters.begin(adapter_load)
         for started in plan.started:
             self._owner[started.row] = started.request
             loaded = self._loaded.get(started.request, 0)
@@ -377,7 +395,8 @@ class EngineThread:
             return event_map(event, size)  # recalled, not used yet
         start = event.first * size
         tokens = tokens[start : start + len(event.hashes) * size]
-        return event_map(event, size, tokens, self._adds[event.request].salt)
+        add = self._adds[event.request]
+        return event_map(event, size, tokens, add.salt, name_of(add.request.model))
 
     # --- reports ----------------------------------------------------------------------------
 

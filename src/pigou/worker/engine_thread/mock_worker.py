@@ -9,6 +9,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,6 +20,7 @@ import numpy as np
 from pigou.config import ConfigError
 from pigou.engine.plan import Finish, Plan, Result
 from pigou.kv.hashing import chain
+from pigou.models import ModelError
 from pigou.request import (
     SECOND,
     BlockHashes,
@@ -30,6 +34,7 @@ from pigou.runtime.step_output import RankedLogprobs, StepOutput
 from pigou.sim.network import LinkConfig
 from pigou.sim.timing import StepKeys, StepShape, Timing, varies
 from pigou.sim.timing_models import build_timing, is_measured, kv_bytes
+from pigou.small_file import read_bytes
 from pigou.worker.engine_thread.commands import OnStep
 
 if TYPE_CHECKING:
@@ -110,6 +115,7 @@ class MockBackend:
         resume: int = 0,
         hashes: BlockHashes | None = None,
         grammar: GrammarState | None = None,  # noqa: ARG002
+        adapter: str = "",  # noqa: ARG002
     ) -> None:
         """Add a request; grammars are not supported."""
         if params.grammar is not None:
@@ -259,6 +265,16 @@ def timed(spec: str, model: str, gpu: str, tp: int, link: str, block_size: int) 
     return MockTimes(
         built.timing, SimulatedLink(config, kv_bytes(model) * block_size if config.gbps else 0)
     )
+
+
+def read_mock_adapter(nanoseconds: int, folder: Path) -> SimpleNamespace:
+    """Take the time to read an adapter; its digest is that of its configuration."""
+    try:
+        text = read_bytes(folder / "adapter_config.json")
+    except OSError as error:
+        raise ModelError(f"{folder} has no adapter_config.json: {error.strerror}") from None
+    time.sleep(nanoseconds / SECOND)
+    return SimpleNamespace(digest=blake2b(text, digest_size=16).hexdigest())
 
 
 def read_link(text: str) -> LinkConfig:

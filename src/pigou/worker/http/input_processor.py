@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
+
 from pigou.kv.hashing import chain
 from pigou.kv.tenure import salt_expiry
 from pigou.request import NEVER, BlockHashes, Request, SamplingParams, no_hashes
@@ -23,6 +25,7 @@ from pigou.wire.errors import APIError, bad_request
 from pigou.wire.openai_requests import ChatRequest, CompletionRequest, GenerationRequest
 from pigou.wire.prefill_decode_legs import asks_to_hold, offers_blocks
 from pigou.wire.sampling_params import sampling_params
+from pigou.worker.adapters import name_of
 from pigou.worker.config import WorkerConfig
 from pigou.worker.engine_thread.commands import Add
 from pigou.worker.engine_thread.engine_client import EngineClient
@@ -51,6 +54,7 @@ LONG = 4096
 #: Final prompt tokens searched for an opened reasoning block.
 _PROMPT_END = 24
 _T = TypeVar("_T")
+_G = TypeVar("_G", bound=GenerationRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,7 @@ class InputProcessor:
         trace: RequestTrace | None = None,
     ) -> Reply:  # fmt: skip
         """Start a completion; grammars compile fairly by `tenant`, else by `cache_salt`."""
-        self._check(request)
+        request = self._check(request)
         sources = request_validation.prompts(request)
         count = len(sources) * (request.n or 1)
         if count > MAX_SEQUENCES:
@@ -112,7 +116,7 @@ class InputProcessor:
         trace: RequestTrace | None = None,
     ) -> Reply:  # fmt: skip
         """Start a chat completion (see `completion`)."""
-        self._check(request)
+        request = self._check(request)
         tools = self._shapes.tools(request)
         prompts = [await self.prompts.prompt(request, *self.prompts.source(request))]
         inputs = await self._inputs(request, prompts, tenant, trace, tools)
@@ -132,7 +136,7 @@ class InputProcessor:
     async def cached(self, request: CompletionRequest | ChatRequest) -> Request:
         """Return the cache identity of a prompt, computing nothing."""
         self._service.check_open()
-        self.check_model(request.model)
+        request = self._with_version(request)
         prompt = await self.prompts.prompt(request, *self.prompts.source(request))
         return Request(
             id=f"lend-{next(self._numbers):x}",
@@ -143,7 +147,10 @@ class InputProcessor:
         )
 
     def check_model(self, name: str | None) -> None:
-        """Raise `APIError` 404 unless `name` is this worker's model."""
+        """Raise `APIError` 404 unless `name` is this worker's model or one of its adapters."""
+        adapters = self._model.adapters
+        if adapters is not None and name in adapters.served:
+            return
         if name is not None and name != self._model.name:
             raise APIError(
                 404,
@@ -151,15 +158,21 @@ class InputProcessor:
                 "model",
             )
 
+    def _with_version(self, request: _G) -> _G:
+        """Check the model's name; replace an adapter's by its version, for the whole request."""
+        self.check_model(request.model)
+        version = self._model.version(request.model)
+        return msgspec.structs.replace(request, model=version) if version else request
+
     def close(self) -> None:
         """Stop the threads."""
         self.prompts.close()
 
     # --- checks -----------------------------------------------------------------------------
 
-    def _check(self, request: GenerationRequest) -> None:
+    def _check(self, request: _G) -> _G:
         self._service.check_open()
-        self.check_model(request.model)
+        request = self._with_version(request)
         request_validation.check(request)
         self._check_queue(request)
         self._check_order(request)
@@ -168,6 +181,7 @@ class InputProcessor:
                 "kv_transfer_params.do_remote_decode needs one prompt, n of 1, and no stream.",
                 "kv_transfer_params",
             )
+        return request
 
     def _check_queue(self, request: GenerationRequest) -> None:
         waiting = self._service.waiting
@@ -212,7 +226,7 @@ class InputProcessor:
 
     def _tenure(self, request: GenerationRequest) -> bytes:
         """Return the seed of ticket hashes, with or without caching."""
-        return self._model.seed(request.cache_salt or "")
+        return self._model.seed(request.cache_salt or "", self._model.version(request.model))
 
     # --- sequences --------------------------------------------------------------------------
 
@@ -224,7 +238,8 @@ class InputProcessor:
         echo: list[str] | None = None,
     ) -> Reply:
         request, options = inputs.request, _options(inputs.request, echo)
-        reply = Reply(id, int(time.time()), self._model.name, options)
+        name = name_of(self._model.version(request.model)) or self._model.name
+        reply = Reply(id, int(time.time()), name, options)
         if inputs.trace is not None:
             inputs.trace.phase("prepare")
         # Choice j of a seeded request equals the same request with seed + j.
@@ -312,6 +327,7 @@ class InputProcessor:
             remote=ticket.remote_num_tokens if ticket is not None and fetches else 0,
             hold=asks_to_hold(request.kv_transfer_params),
             expiry=salt_expiry(request.cache_salt or ""),
+            model=self._model.version(request.model),
         )
         return Add(
             request=core,
@@ -503,7 +519,7 @@ class PromptProcessor:
         salt = request.cache_salt or ""
         if not self._config.prefix_caching or salt_expiry(salt) <= time.time_ns():
             return b""
-        return self._model.seed(salt)
+        return self._model.seed(salt, self._model.version(request.model))
 
     async def _hashes(self, tokens: list[int], request: GenerationRequest) -> BlockHashes:
         echoed = isinstance(request, CompletionRequest) and bool(request.echo)

@@ -133,6 +133,8 @@ class Routes:
                 post("/detokenize", self.detokenize),
             ]
         )
+        if self._model.adapters is not None:
+            app.add_routes(self._model.adapters.routes(self._bodies.read))
         return app
 
     def close(self) -> None:
@@ -215,17 +217,28 @@ class Routes:
         return response
 
     async def models(self, _: web.Request) -> web.Response:
-        """List the model."""
-        return _json(openai_replies.models(*self._card()))
+        """List the model and its adapters."""
+        return _json({"object": "list", "data": [self._card(), *self._adapter_cards().values()]})
 
     async def model_card(self, request: web.Request) -> web.Response:
         """Describe the model."""
-        self._intake.check_model(request.match_info["model"])
-        return _json(openai_replies.model_card(*self._card()))
+        self._intake.check_model(name := request.match_info["model"])
+        return _json(self._adapter_cards().get(name) or self._card())
 
-    def _card(self) -> tuple[str, str, int, int]:
+    def _card(self) -> dict[str, Any]:
         model = self._model
-        return model.name, model.root, model.created, model.limits.max_model_len
+        return openai_replies.model_card(
+            model.name, model.root, model.created, model.limits.max_model_len
+        )
+
+    def _adapter_cards(self) -> dict[str, dict[str, Any]]:
+        if self._model.adapters is None:
+            return {}
+        base, served = self._card(), self._model.adapters.served
+        return {
+            name: {**base, "id": name, "root": a.path, "created": a.created, "parent": base["id"]}
+            for name, a in served.items()
+        }
 
     async def health(self, _: web.Request) -> web.Response:
         """Answer 200 while requests are accepted, else 503; a tier that is down is not fatal."""

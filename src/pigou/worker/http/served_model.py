@@ -14,6 +14,7 @@ from pigou.text.reasoning import detect_family
 from pigou.text.tokenizer import Tokenizer
 from pigou.text.tool_calls import ParserName, detect_parser
 from pigou.wire.sampling_params import Defaults, ModelLimits
+from pigou.worker.adapters import AdapterStore
 
 log = logging.getLogger(__name__)
 #: Sampling values of a generation config: minimum, maximum, minimum inclusive.
@@ -40,18 +41,25 @@ class ServedModel:
     eos: frozenset[int]  # tokens that end a sequence
     limits: ModelLimits
     defaults: Defaults  # sampling defaults
-    seed: Callable[[str], bytes]  # cache salt -> seed of block hashes
+    seed: Callable[..., bytes]  # cache salt and adapter's key -> seed of block hashes
     release: str  # weights digest, part of all seeds
     tool_format: ParserName | None = None  # format of the model's own tool calls, if known
     reasoning: str | None = None  # family by which replies reason, if any
+    adapters: AdapterStore | None = None
+
+    def version(self, name: str | None) -> str:
+        """Return the key of a LoRA adapter's version, or a key; empty for the model itself."""
+        served = self.adapters.served.get(name or "") if self.adapters is not None else None
+        return served.key if served is not None else "" if name in (None, self.name) else name or ""
 
 
-def seeds(name: str, digest: str) -> Callable[[str], bytes]:
-    """Return the function from cache salt to block hash seed."""
+def seeds(name: str, digest: str) -> Callable[..., bytes]:
+    """Return the function from cache salt and adapter's key to block hash seed."""
 
     @lru_cache(maxsize=4096)
-    def seed(salt: str) -> bytes:
-        own = Tenure(model=name, release=digest, cache_salt=salt, expiry=salt_expiry(salt))
+    def seed(salt: str, adapter: str = "") -> bytes:
+        release = f"{digest}:{adapter}" if adapter else digest
+        own = Tenure(model=name, release=release, cache_salt=salt, expiry=salt_expiry(salt))
         return own.digest()
 
     return seed

@@ -25,6 +25,7 @@ from pigou.text.model_files import read_object, within
 from pigou.text.tokenizer import Tokenizer
 from pigou.wire.names import advertised
 from pigou.wire.sampling_params import ModelLimits
+from pigou.worker.adapters import AdapterStore, FillSlot, ReadAdapter
 from pigou.worker.config import WorkerConfig
 from pigou.worker.device_use import WorkEstimate, estimate_of
 from pigou.worker.engine_thread.commands import Backend
@@ -34,6 +35,7 @@ from pigou.worker.engine_thread.mock_worker import (
     MockTimes,
     SimulatedLink,
     TimingLaw,
+    read_mock_adapter,
     timed,
 )
 from pigou.worker.http.served_model import (
@@ -113,6 +115,7 @@ def transfer_config(
 
 
 def _build_torch(config: WorkerConfig) -> WorkerParts:
+    from pigou.runtime.lora import attach
     from pigou.runtime.memory_report import measured, tensor_bytes
     from pigou.runtime.models.load import load
     from pigou.runtime.resources import device_name, free_memory, kv_room, set_threads
@@ -124,6 +127,9 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
     loaded = load(source, config.dtype, config.device, quantization=config.quantization)
     layout = loaded.layout(config.block_size)
     max_tokens = config.max_model_len or loaded.config.context
+    bank = None
+    if config.enable_lora:
+        bank = attach(loaded.decoder, config.max_loras, config.max_lora_rank, config.max_seqs)
     on_cpu = loaded.device.type == "cpu"
     free = free_memory(loaded.device)
     room = min(CPU_MEMORY, free // 4)
@@ -141,7 +147,9 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
         config.host_blocks,
         memory.buffer.data if memory is not None else None,
     )
-    executor = loaded.executor(cache, core.tables, core.config.max_model_len, core.config.eviction)
+    executor = loaded.executor(
+        cache, core.tables, core.config.max_model_len, core.config.eviction, bank
+    )
     if (drafting := config.speculation) is not None:
         executor.proposer = make_proposer(drafting, loaded, core.config)
     model = _served(
@@ -150,6 +158,7 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
         eos=loaded.config.eos,
         digest=loaded.digest,
         limits=ModelLimits(core.config.max_model_len, loaded.config.vocab),
+        lora=None if bank is None else (bank.read, bank.load),
     )
     meter = None
     if config.host_blocks or tiers is not None:
@@ -173,7 +182,7 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
         work=estimate_of(shape_of_model, device_name(loaded.device)),
         measure=partial(
             measured, device=loaded.device, weights=tensor_bytes(loaded.decoder),
-            cache=blocks * layout.block_bytes,
+            cache=blocks * layout.block_bytes, adapters=0 if bank is None else bank.bytes,
         ),
     )  # fmt: skip
 
@@ -220,7 +229,10 @@ def _build_sleeping(config: WorkerConfig) -> WorkerParts:
     hidden = tokenizer.eos | tokenizer.vocabulary.special
     backend = MockBackend(times.timing, config.block_size, len(tokenizer.vocabulary), hidden)
     limits = ModelLimits(core.config.max_model_len, vocab)
-    model = _served(config, folder, eos=tokenizer.eos, digest="sleep", limits=limits)
+    model = _served(
+        config, folder, eos=tokenizer.eos, digest="sleep", limits=limits,
+        lora=(partial(read_mock_adapter, config.sleep_lora_read), lambda *_: None),
+    )  # fmt: skip
     store = HostBlockStore(layout, data[: blocks * _SLEEP_BYTES].reshape(blocks, _SLEEP_BYTES))
     return WorkerParts(
         model, core, backend, store, memory, None, GrammarSource(backend.refuse), backend.rest,
@@ -322,6 +334,7 @@ def _engine_config(config: WorkerConfig, blocks: int, max_tokens: int) -> Engine
         max_waiting=config.max_waiting,
         eviction=config.eviction if config.eviction.policy else None,
         num_speculative_tokens=drafting.num_speculative_tokens if drafting is not None else 0,
+        max_loras=config.max_loras if config.enable_lora else 0,
     )
 
 
@@ -338,12 +351,16 @@ def _shared_memory(config: WorkerConfig, size: int) -> SharedMemory | None:
 
 
 def _served(
-    config: WorkerConfig, folder: Path, *, eos: frozenset[int], digest: str, limits: ModelLimits
-) -> ServedModel:
+    config: WorkerConfig, folder: Path, *, eos: frozenset[int], digest: str, limits: ModelLimits,
+    lora: tuple[ReadAdapter, FillSlot] | None = None,
+) -> ServedModel:  # fmt: skip
     tokenizer = Tokenizer.load(folder)
     bundled_name = "pigou-tiny" if config.model == "bundled" else config.model
     name = config.served_model_name or bundled_name
     template = chat_template(tokenizer)
+    adapters = None
+    if config.enable_lora and lora is not None:
+        adapters = AdapterStore(*lora, config, name)
     return ServedModel(
         name=name,
         root=str(folder) if config.model != "bundled" else "bundled",
@@ -357,4 +374,5 @@ def _served(
         defaults=sampling_defaults(tokenizer.generation),
         seed=seeds(name, digest),
         release=digest,
+        adapters=adapters,
     )
