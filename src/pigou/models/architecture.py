@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pigou.config import ConfigError
+from pigou.models.parallelism import ParallelConfig, parallel_config
 from pigou.models.quantisation import DTYPE_BYTES, Format
 
 #: Bytes per token and layer of DeepSeek's latent cache as vLLM packs it: 512 FP8 numbers, four
@@ -42,9 +43,12 @@ class Matrix:
         """Bytes of all copies, scales included."""
         return self.parameters * self.format.size
 
-    def share(self, tp: int) -> float:
-        """Return the fraction that each of `tp` GPUs holds."""
-        return 1.0 / (min(tp, self.shards) or tp)
+    def share(self, gpus: ParallelConfig | int) -> float:
+        """Return the fraction that each GPU holds."""
+        split = parallel_config(gpus)
+        if self.copies > 1 and (split.ep or split.dp > 1):
+            return split.expert_share(self.copies)
+        return 1.0 / (min(split.tp, self.shards) or split.tp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,15 +200,16 @@ class Architecture:
         layers = sum(count * m.inner * m.outer * m.active for count, m in self._matrices())
         return layers + self.vocab * self.hidden
 
-    def parts(self, tp: int = 1) -> dict[str, float]:
-        """Return the weight bytes on each of `tp` GPUs, by part."""
+    def parts(self, gpus: ParallelConfig | int = 1) -> dict[str, float]:
+        """Return the weight bytes on each GPU, by part."""
+        tp = parallel_config(gpus).tp
         sizes: dict[str, float] = {}
 
         def add(name: str, size: float) -> None:
             sizes[name] = sizes.get(name, 0.0) + size
 
         for count, matrix in self._matrices():
-            add(matrix.part, count * matrix.size * matrix.share(tp))
+            add(matrix.part, count * matrix.size * matrix.share(gpus))
         add("norms", 2.0 * (self.hidden + sum(kind.count * kind.vectors for kind in self.kinds)))
         add("embedding", self.vocab * self.hidden * self.embedding.size / tp)
         if not self.tied:
@@ -214,9 +219,9 @@ class Architecture:
                 add(extra.name, extra.size)
         return sizes
 
-    def weight_bytes_on(self, tp: int) -> int:
-        """Return the weight bytes on each of `tp` GPUs."""
-        return round(sum(self.parts(tp).values()))
+    def weight_bytes_on(self, gpus: ParallelConfig | int) -> int:
+        """Return the weight bytes on each GPU."""
+        return round(sum(self.parts(gpus).values()))
 
     @property
     def weight_bytes(self) -> int:

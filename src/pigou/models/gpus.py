@@ -16,6 +16,7 @@ import msgspec
 
 from pigou.config import ConfigError, check_bounds
 from pigou.models.architecture import Architecture
+from pigou.models.parallelism import ParallelConfig, parallel_config
 from pigou.models.quantisation import DTYPE_BYTES
 
 TERA, GIGA, GIB = 1e12, 1e9, 2**30
@@ -48,6 +49,7 @@ class Gpu:
     usd_hour: float = 0.0  # dollars per hour: a round figure, no provider's offer
     max_watts: float = 0.0  # board power limit by data sheet; assumed for `cpu`
     link_gpus: int = 8  # GPUs of an NVLink domain, or the PCIe slots of a host
+    network_bandwidth: float = 50e9  # bytes/s to GPUs beyond: one 400 Gb/s port a GPU
     processors: int = 0  # streaming multiprocessors, where FlashAttention 2 runs; 0 elsewhere
 
     def all_reduce(self, size: float, devices: int) -> float:
@@ -127,6 +129,26 @@ def _normalized(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())
 
 
+def check_parallel(split: ParallelConfig, model: Architecture, device: Gpu) -> None:
+    """Raise ConfigError unless GPUs of this kind can share the model so."""
+    if split.tp < 1 or model.heads % split.tp:
+        raise ConfigError(f"tp is {split.tp}; it must divide the {model.heads} heads of the model")
+    device.check_tp(split.tp)
+    if not model.experts and (split.ep or split.dp > 1):
+        what = "ep is on" if split.ep else f"dp is {split.dp}"
+        raise ConfigError(f"{what}, and {model.name} has no experts; give more workers instead")
+    if split.redundant_experts and not split.ep:
+        raise ConfigError(
+            f"redundant_experts is {split.redundant_experts}, and ep is off; copies need it on"
+        )
+    slots = model.experts + split.redundant_experts
+    if split.ep and slots % split.gpus:
+        raise ConfigError(
+            f"redundant_experts is {split.redundant_experts}; with the {model.experts} experts "
+            f"it must be a multiple of the {split.gpus} GPUs (tp x dp)"
+        )
+
+
 def layer_bytes(hidden: int, wide: float, max_batched_tokens: int) -> int:
     """Return the bytes of a layer's widest moment: residual, its copy, `wide` numbers a token."""
     return int(max_batched_tokens * (2 * hidden + wide) * DTYPE_BYTES["bfloat16"])
@@ -139,15 +161,20 @@ def reserve(model: Architecture, tp: int, max_batched_tokens: int, max_seqs: int
 
 
 def kv_blocks(
-    model: Architecture, device: Gpu, tp: int = 1, *, block_size: int = 16,
+    model: Architecture, device: Gpu, gpus: ParallelConfig | int = 1, *, block_size: int = 16,
     utilization: float = 0.9, max_batched_tokens: int = 2048, max_seqs: int = 256,
 ) -> int:  # fmt: skip
-    """Return the blocks of a worker: `tp` GPUs share weights and KV heads, or repeat few heads."""
+    """Return the blocks of a worker: `tp` GPUs share KV heads, or repeat few; ranks have their own.
+
+    Limits are those of each data-parallel rank.
+    """
     check_bounds("utilization", utilization, gt=0, le=1)
-    if tp < 1 or model.heads % tp:
-        raise ConfigError(f"tp is {tp}; it must divide the {model.heads} heads of the model")
-    device.check_tp(tp)
-    weights = sum(size for part, size in model.parts(tp).items() if part != "norms")  # below 0.01%
+    split = parallel_config(gpus)
+    check_parallel(split, model, device)
+    tp = split.tp
+    weights = sum(
+        size for part, size in model.parts(split).items() if part != "norms"
+    )  # below 0.01%
     kv_memory = device.memory * utilization - weights
     kv_memory -= reserve(model, tp, max_batched_tokens, max_seqs)
     kv_memory -= max_seqs * model.state_bytes / tp
@@ -155,11 +182,11 @@ def kv_blocks(
     blocks = int(kv_memory // block_bytes)
     if blocks < 1:
         raise ConfigError(
-            f"model {model.name!r} ({model.weight_bytes_on(tp) / 2**30:.1f} GiB of weights a GPU) "
-            f"leaves no room for KV on {tp} x {device.name} ({device.memory / 2**30:.1f} GiB); "
-            f"raise tp, or take a larger gpu"
+            f"model {model.name!r} ({model.weight_bytes_on(split) / 2**30:.1f} GiB of weights a "
+            f"GPU) leaves no room for KV on {split.gpus} x {device.name} "
+            f"({device.memory / 2**30:.1f} GiB); raise tp, or take a larger gpu"
         )
-    return blocks
+    return blocks * split.dp
 
 
 @dataclass(frozen=True, slots=True)

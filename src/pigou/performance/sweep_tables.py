@@ -54,6 +54,8 @@ class SweepTables(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     model: str
     gpu: str
     tp: int
+    dp: int = 1
+    ep: bool = False
     timing: str
     kv_tokens: int  # limits of one worker
     max_seqs: int

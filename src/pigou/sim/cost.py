@@ -81,4 +81,4 @@ def _group_rate(
         raise ConfigError("prices is given, and no GPU of the workers: give --gpu")
     tiers = group.tiers or (setup.tiers if group.prefix_caching else ())
     sizes = {tier.name: tier.gib * GIB for tier in tiers}
-    return gpu_rate(prices, gpu, group.tp or setup.tp, model, sizes)
+    return gpu_rate(prices, gpu, group.parallelism(setup).gpus, model, sizes)

@@ -11,13 +11,14 @@ import msgspec
 
 from pigou.config import ConfigError, check_bounds, check_fields, option
 from pigou.control.planner.config import PlannerConfig, RequestClassConfig, check_wait
+from pigou.models.parallelism import ParallelConfig
 from pigou.placement.gang import Pack
 from pigou.placement.topology import Distance, DistanceCosts, Node
 from pigou.registry import read_struct
 from pigou.request import Role
 from pigou.sim.arrival_rate import MAX_SECONDS
 from pigou.sim.network import LinkConfig
-from pigou.sim.setup import TierConfig
+from pigou.sim.setup import Setup, TierConfig
 from pigou.small_file import read_yaml
 
 _MAX_GATEWAYS = 64
@@ -225,6 +226,9 @@ class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     count: int = 1
     gpu: str = ""  # overrides `--gpu`; "" for none
     tp: int = 0  # overrides `--tp`; 0 for none
+    dp: int = 0  # overrides `--data-parallel-size`; 0 for none
+    ep: bool | None = None  # overrides `--enable-expert-parallel`
+    redundant_experts: int | None = None  # overrides `--num-redundant-experts`
     timing: str = ""  # overrides `--timing`; "" for none
     blocks: int = 0  # KV blocks of each; overrides `--blocks`; 0 for none
     block_size: int = 16  # tokens in a block
@@ -239,10 +243,19 @@ class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def __post_init__(self) -> None:
         check_fields(self, "count", "block_size", ge=1)
-        check_fields(self, "blocks", "max_seqs", "max_batched_tokens", "tp", ge=0)
+        check_fields(self, "blocks", "max_seqs", "max_batched_tokens", "tp", "dp", ge=0)
+        check_bounds("redundant_experts", self.redundant_experts or 0, ge=0)
         if self.tiers and not self.prefix_caching:
             raise ConfigError("prefix_caching is off, and tiers are given; leave one of them out")
         check_wait("starts", self.starts, 1)
+
+    def parallelism(self, setup: Setup) -> ParallelConfig:
+        """Return the parallelism of a worker: the group's own, or the fleet's."""
+        ep = setup.ep if self.ep is None else self.ep
+        more = self.redundant_experts
+        if more is None:
+            more = setup.redundant_experts if ep else 0
+        return ParallelConfig(self.tp or setup.tp, self.dp or setup.dp, ep, more)
 
 
 class Signals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

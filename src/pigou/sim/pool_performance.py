@@ -51,7 +51,8 @@ def measure_performance(spec: WorkerSpec, role: Role, fleet: FleetConfig) -> Per
         overhead_s += link.latency_us * 1e-6 + _step_s(timing, 1, _MIN_TOKENS)
         transfer_token_s = spec.kv_bytes * link.nanos_per_byte / SECOND
         if link.per == "gpu" and spec.kv_heads:  # the decode pool's TP is not known here
-            transfer_token_s *= split_of(spec.kv_heads, spec.gpus, spec.gpus).source_share
+            tp = spec.gpus // spec.dp
+            transfer_token_s *= split_of(spec.kv_heads, tp, tp).source_share
     return replace(
         model,
         chunk_tokens=engine.max_batched_tokens,

@@ -10,6 +10,7 @@ import msgspec
 
 from pigou.config import ConfigError, check_bounds, option
 from pigou.kv.tier_config import TierOption
+from pigou.models.parallelism import ParallelOptions
 
 _Number = TypeVar("_Number", int, float)
 _GROUP = "Tables"
@@ -34,12 +35,27 @@ class TierConfig(TierOption, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return size * 8e-9 / self.gbps
 
 
-class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Setup(ParallelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Default hardware and limits of workers."""
 
     model: Annotated[str, option("Model: llama-3.1-8b ..., or a config.json.", "Fleet")] = ""
     gpu: Annotated[str, option("GPU: A100, H100, H200, B200, RTX4090 ..., or cpu.", "Fleet")] = ""
-    tp: Annotated[int, option("GPUs per worker.", "Fleet")] = 1
+    tp: Annotated[int, option("GPUs that share each layer (tensor parallelism).", "Fleet")] = 1
+    expert_load: Annotated[
+        str,
+        option(
+            "Loads of the experts: uniform, zipf:EXPONENT, or a FILE.json with a number for each "
+            "expert, or a list of them for each layer.",
+            "Parallelism",
+        ),
+    ] = ""
+    eplb: Annotated[
+        bool,
+        option(
+            "Balance experts over GPUs by their loads.", "Parallelism",
+            flags=("--enable-eplb/--no-enable-eplb",),
+        ),
+    ] = False  # fmt: skip
     kv_dtype: Annotated[
         str,
         option("Number format of the KV cache: fp8, bfloat16; by default the model's.", "Fleet"),

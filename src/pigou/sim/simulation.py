@@ -197,8 +197,11 @@ def _worker_specs(
     """Return each group's worker spec, and the seconds from client to worker."""
     specs, overhead_s, vllm = [], 0.0, setup.engine == "vllm"
     for group in fleet.workers:
-        gpu, tp = group.gpu or setup.gpu, group.tp or setup.tp
-        built = build_timing(group.timing or setup.timing, setup.model, gpu, tp, setup.kv_dtype)
+        gpu, split = group.gpu or setup.gpu, group.parallelism(setup)
+        built = build_timing(
+            group.timing or setup.timing, setup.model, gpu, split, setup.kv_dtype,
+            setup.expert_load, eplb=setup.eplb and split.ep,
+        )  # fmt: skip
         overhead_s = max(overhead_s, built.overhead_s)
         limits: dict[str, Any] = {
             "block_size": group.block_size,
@@ -206,7 +209,11 @@ def _worker_specs(
             "max_batched_tokens": group.max_batched_tokens or setup.max_batched_tokens,
         }
         blocks = group.blocks or setup.blocks
-        blocks = blocks or capacity(built, setup.model, gpu, tp, kv_dtype=setup.kv_dtype, **limits)
+        blocks = blocks or capacity(
+            built, setup.model, gpu, split, kv_dtype=setup.kv_dtype, **limits
+        )
+        for name in ("max_seqs", "max_batched_tokens"):  # limits of each rank
+            limits[name] *= split.dp
         # A sequence longer than all blocks is refused anyway, and needs no rows in the tables.
         kv_tokens = blocks * group.block_size + 1
         engine = EngineConfig(
@@ -221,11 +228,12 @@ def _worker_specs(
         )
         spec = _worker_spec(group, setup, engine, built.timing)
         reads = not vllm if setup.peer_reads is None else setup.peer_reads
-        layout = f"tp{tp}" if reads and group.prefix_caching else ""
+        layout = f"tp{split.tp}" if reads and group.prefix_caching else ""
         rehearses = not vllm if setup.rehearses is None else setup.rehearses
         rehearsed = measure_speeds(built.timing, engine) if rehearses else ()
         heads = kv_heads(setup.model)
-        specs.append(replace(spec, layout=layout, rehearsed=rehearsed, gpus=tp, kv_heads=heads))
+        specs.append(replace(spec, layout=layout, rehearsed=rehearsed, gpus=split.gpus,
+                             dp=split.dp, kv_heads=heads))  # fmt: skip
     return specs, overhead_s
 
 

@@ -103,7 +103,8 @@ def sweep(config: SweepConfig, setup: Setup, watch: Watch = lambda *_: None) -> 
     prompts, prefill, decode = asyncio.run(measure_cells(config, fits, pools, watch))
     overhead_s, transfer_token_s = _overhead(prompts)
     return SweepTables(
-        source="simulator", model=setup.model, gpu=setup.gpu, tp=setup.tp, timing=setup.timing,
+        source="simulator", model=setup.model, gpu=setup.gpu, tp=setup.tp, dp=setup.dp,
+        ep=setup.ep, timing=setup.timing,
         kv_tokens=int(known.kv_tokens), max_seqs=known.max_seqs,
         max_batched_tokens=known.chunk_tokens, overhead_s=overhead_s,
         transfer_token_s=transfer_token_s, prompts=tuple(prompts), prefill=tuple(prefill),

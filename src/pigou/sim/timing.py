@@ -20,8 +20,10 @@ from pigou.compiled import bare_kernel, inlined
 from pigou.config import ConfigError, check_bounds
 from pigou.engine.plan import Plan
 from pigou.models.architecture import Architecture, LayerKind, Matrix
-from pigou.models.gpus import Gpu
+from pigou.models.gpus import Gpu, check_parallel
+from pigou.models.parallelism import ParallelConfig, parallel_config
 from pigou.request import SECOND, Ints, Nanos
+from pigou.sim.timing_experts import ExpertTiming
 
 _MASK = 2**64 - 1
 _STRIDE = 0x9E3779B97F4A7C15
@@ -253,13 +255,30 @@ def _nanos(seconds: float) -> int:
 
 
 class RooflineTiming:
-    """Times of steps out of FLOPs and bytes."""
+    """Times of steps out of FLOPs and bytes.
 
-    def __init__(self, model: Architecture, device: Gpu, tp: int = 1) -> None:
-        if tp < 1 or model.heads % tp:
-            raise ConfigError(f"tp is {tp}; it must divide the {model.heads} heads of the model")
-        device.check_tp(tp)
-        self._products = _products(model, device, tp)
+    Data-parallel ranks compute their sequences side by side, and wait for the slowest; experts are
+    those of the whole step, and timed apart where they are spread over ranks or unevenly loaded.
+    """
+
+    def __init__(
+        self, model: Architecture, device: Gpu, gpus: ParallelConfig | int = 1,
+        expert_loads: NDArray[np.float64] | None = None, *, eplb: bool = False,
+    ) -> None:  # fmt: skip
+        split = parallel_config(gpus)
+        check_parallel(split, model, device)
+        tp, self._dp, self._experts = split.tp, split.dp, None
+        self._products = _products(model, device, split)
+        if split.ep or split.dp > 1 or (model.experts and expert_loads is not None):
+            spread = self._products[:, EXPERTS] > 0.0
+            rows = self._products[spread]
+            counts = np.array([model.kinds[int(row[KIND])].count for row in rows])
+            self._products = self._products[~spread]
+            self._experts = ExpertTiming(
+                model, device, split, expert_loads,
+                np.column_stack([counts, rows[:, [KIND, FLOPS, IO_BYTES, WEIGHT_BYTES]]]),
+                (_flop_s(model, device), _byte_s(device)), eplb=eplb,
+            )  # fmt: skip
         self._kinds = _kinds(model, device, tp)
         self._caches = _caches(model, tp)
         self._rates = _rates(model, device, tp)
@@ -267,25 +286,55 @@ class RooflineTiming:
     def durations(self, batch: StepShape, repeat: int) -> Nanos:
         """Return the nanoseconds of each of `repeat` steps, shape (repeat,)."""
         durations = np.empty(repeat, dtype=np.int64)
-        roofline_durations(
-            batch.counts, batch.kv_lens, batch.samples, repeat,
-            self._products, self._kinds, self._caches, self._rates, durations,
-        )  # fmt: skip
+        if self._dp == 1:
+            roofline_durations(
+                batch.counts, batch.kv_lens, batch.samples, repeat,
+                self._products, self._kinds, self._caches, self._rates, durations,
+            )  # fmt: skip
+        else:
+            order, bounds = _ranks(batch.counts, self._dp)
+            slowest_durations(
+                batch.counts[order], batch.kv_lens[order], batch.samples[order], bounds, repeat,
+                self._products, self._kinds, self._caches, self._rates, np.empty_like(durations),
+                durations,
+            )  # fmt: skip
+        if self._experts is not None:
+            durations += round(self._experts(batch.tokens) * SECOND)
         return durations
 
 
-def _products(model: Architecture, device: Gpu, tp: int) -> np.ndarray:
+def _ranks(counts: Ints, dp: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return sequences in the order of their data-parallel ranks, and where each rank begins.
+
+    Decodes take turns; a prompt goes to the rank with the fewest prompt tokens.
+    """
+    rank = np.arange(len(counts)) % dp
+    loads = np.zeros(dp, dtype=np.int64)
+    for i in np.flatnonzero(counts > 1):
+        rank[i] = np.argmin(loads)
+        loads[rank[i]] += counts[i]
+    order = np.argsort(rank, kind="stable")
+    return order, np.searchsorted(rank[order], np.arange(dp + 1))
+
+
+def _products(model: Architecture, device: Gpu, split: ParallelConfig) -> np.ndarray:
     """Return the matrix products of one GPU, shape (products, 6)."""
     base = device.peak(model.compute_dtype)
     rows: list[list[float]] = []
     for index, kind in enumerate(model.kinds):
         for group in _fused(kind):
+            if group[0].copies > 1 and (split.ep or split.dp > 1):  # each whole, or one of `gpus`
+                tp = 1 if split.ep else split.gpus
+            else:
+                tp = split.tp
             inner = group[0].inner * (group[0].share(tp) if group[0].rows else 1.0)
             outer = sum(m.outer * (1.0 if m.rows else m.share(tp)) for m in group)
             rows.append(_row(inner, outer, group[0], base / device.peak(group[0].format.compute)))
             rows[-1][KIND] = index
     head = Matrix("output layer", model.hidden, model.vocab, model.head)
-    rows.append(_row(model.hidden, model.vocab / tp, head, base / device.peak(model.head.compute)))
+    rows.append(
+        _row(model.hidden, model.vocab / split.tp, head, base / device.peak(model.head.compute))
+    )
     return np.array(rows)
 
 
@@ -334,8 +383,8 @@ def _caches(model: Architecture, tp: int) -> np.ndarray:
 def _rates(model: Architecture, device: Gpu, tp: int) -> np.ndarray:
     """Return the rates that the kernel reads, shape (RATES,)."""
     rates = np.zeros(RATES)
-    rates[FLOP] = 1.0 / (device.peak(model.compute_dtype) * device.compute)
-    rates[BYTE] = 1.0 / (device.bandwidth * device.streaming)
+    rates[FLOP] = _flop_s(model, device)
+    rates[BYTE] = _byte_s(device)
     rates[CACHE_BYTE] = 1.0 / (device.bandwidth * device.cache)
     rates[ATTENTION_FLOP] = 1.0 / (device.peak("bfloat16") * device.attention)
     rates[WORD] = SAMPLER_PASSES * 4.0 * model.vocab
@@ -347,6 +396,14 @@ def _rates(model: Architecture, device: Gpu, tp: int) -> np.ndarray:
         rates[SUM_BYTES] = 2 * (tp - 1) / tp * model.hidden * WIDTH
         rates[GATHER_BYTES] = (tp - 1) / tp * model.vocab * WIDTH
     return rates
+
+
+def _flop_s(model: Architecture, device: Gpu) -> float:
+    return 1.0 / (device.peak(model.compute_dtype) * device.compute)
+
+
+def _byte_s(device: Gpu) -> float:
+    return 1.0 / (device.bandwidth * device.streaming)
 
 
 @inlined
@@ -442,3 +499,21 @@ def roofline_durations(
             )
             total += caches[c, LAYERS] * time
         durations[step] = max(int(total * 1e9 + 0.5), 1)
+
+
+@bare_kernel
+def slowest_durations(
+    counts: Ints, kv_lens: Ints, samples: NDArray[np.bool_], bounds: NDArray[np.int64], repeat: int,
+    products: Floats, kinds: Floats, caches: Floats, rates: Floats, scratch: Nanos,
+    durations: Nanos,
+) -> None:  # fmt: skip
+    """Write the nanoseconds of each step on the slowest rank, whose rows are between `bounds`."""
+    durations[:] = 0
+    for r in range(bounds.shape[0] - 1):
+        begin, end = bounds[r], bounds[r + 1]
+        roofline_durations(
+            counts[begin:end], kv_lens[begin:end], samples[begin:end], repeat, products, kinds,
+            caches, rates, scratch,
+        )  # fmt: skip
+        for step in range(repeat):
+            durations[step] = max(durations[step], scratch[step])

@@ -11,9 +11,11 @@ from pigou.config import ConfigError, check_bounds
 from pigou.models.architecture import Architecture
 from pigou.models.gpus import gpu as find_gpu
 from pigou.models.gpus import kv_blocks
+from pigou.models.parallelism import ParallelConfig, parallel_config
 from pigou.models.read import architecture
 from pigou.registry import read_struct
 from pigou.sim.timing import PRESET_WORKERS, PRESETS, Law, LawTiming, RooflineTiming, Timing
+from pigou.sim.timing_experts import read_expert_loads
 from pigou.sim.timing_measured import MeasuredTiming, read_measured
 from pigou.sim.timing_profile import profile
 
@@ -28,16 +30,25 @@ class BuiltTiming:
     worker: tuple[str, str, int] | None = None  # model, GPU and tp of a preset's worker
 
 
-def build_timing(text: str, model: str, gpu: str, tp: int, kv_dtype: str = "") -> BuiltTiming:
+def build_timing(
+    text: str, model: str, gpu: str, gpus: ParallelConfig | int, kv_dtype: str = "",
+    expert_load: str = "", *, eplb: bool = False,
+) -> BuiltTiming:  # fmt: skip
     """Build a timing model from text.
 
     `roofline`; `profile:FOLDER` of layer tables; `law:KEY=VALUE,...` or a preset
     `law:340b,KEY=VALUE`; or a `.json` file of `pigou profile`. `kv_dtype` "" is the model's own.
     """
+    split = parallel_config(gpus)
+    tp = split.tp
     check_bounds("tp", tp, ge=1)
     if gpu:
         find_gpu(gpu)  # a law ignores it, but a misspelt name is refused
     name, _, rest = text.partition(":")
+    if text != "roofline":
+        given = {"dp": split.dp > 1, "ep": split.ep, "expert_load": expert_load, "eplb": eplb}
+        if wrong := next((key for key, value in given.items() if value), ""):
+            raise ConfigError(f"{wrong} is given, and the timing is {text!r}; it needs roofline")
     if name == "law":
         return _law(rest)
     if is_measured(text):
@@ -50,7 +61,13 @@ def build_timing(text: str, model: str, gpu: str, tp: int, kv_dtype: str = "") -
         room = measured.blocks * measured.block_size
         return BuiltTiming(MeasuredTiming(measured), measured.overhead, room)
     if name == "roofline" and not rest:
-        return BuiltTiming(RooflineTiming(_model(model, kv_dtype), find_gpu(gpu), tp))
+        shape = _model(model, kv_dtype)
+        if (expert_load or eplb) and not shape.experts:
+            raise ConfigError(f"expert_load or eplb is given, and {shape.name} has no experts")
+        if eplb and not split.ep:
+            raise ConfigError("eplb is on, and ep off; it places whole experts: also give ep")
+        loads = read_expert_loads(expert_load, shape.experts)
+        return BuiltTiming(RooflineTiming(shape, find_gpu(gpu), split, loads, eplb=eplb))
     if name == "profile":
         if not rest:
             raise ConfigError("timing profile: name the folder of its tables: profile:FOLDER")
@@ -67,18 +84,18 @@ def is_measured(text: str) -> bool:
 
 
 def capacity(
-    built: BuiltTiming, model: str, gpu: str, tp: int,
+    built: BuiltTiming, model: str, gpu: str, gpus: ParallelConfig | int,
     *, block_size: int, max_batched_tokens: int, max_seqs: int, kv_dtype: str = "",
 ) -> int:  # fmt: skip
     """Return the KV blocks of a worker: as measured, or as its engine would count them."""
     if built.kv_tokens:
         return max(1, built.kv_tokens // block_size)
     if built.worker is not None and not model and not gpu:
-        model, gpu, tp = built.worker
+        model, gpu, gpus = built.worker
     if not model or not gpu:
         raise ConfigError("blocks are not given; say --blocks N, or --model and --gpu")
     return kv_blocks(
-        _model(model, kv_dtype), find_gpu(gpu), tp, block_size=block_size,
+        _model(model, kv_dtype), find_gpu(gpu), gpus, block_size=block_size,
         max_batched_tokens=max_batched_tokens, max_seqs=max_seqs,
     )  # fmt: skip
 

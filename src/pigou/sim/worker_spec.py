@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from pigou.config import ConfigError, EngineConfig
@@ -38,6 +38,7 @@ class WorkerSpec:
     rehearsed: tuple[Rehearsed, ...] = ()  # speeds measured before it is ready
     gpus: int = 1
     kv_heads: int = 0  # KV heads of its model; 0 if unknown
+    dp: int = 1  # ranks with KV of their own, among `gpus`
 
     def make_tiers(self) -> Tiers | None:
         """Return a worker's empty tiers, or None."""
@@ -117,12 +118,18 @@ def rank_splits(
         if not spec.kv_heads:
             raise ConfigError("fleet: link is per gpu, and no model is given; also give --model")
         try:
-            heads_of_rank(spec.kv_heads, spec.gpus, 0)
+            heads_of_rank(spec.kv_heads, spec.gpus // spec.dp, 0)
         except ValueError as error:
             raise ConfigError(f"fleet: {group.role.value}: {error}") from error
 
     def split(source: int, target: int) -> TransferSplit:
         sender, receiver = workers[source].spec, workers[target].spec
-        return split_of(sender.kv_heads, sender.gpus, receiver.gpus)
+        made = split_of(sender.kv_heads, sender.gpus // sender.dp, receiver.gpus // receiver.dp)
+        if sender.dp == receiver.dp == 1:
+            return made
+        return replace(  # other transfers take the other ranks' links
+            made, source_share=made.source_share / sender.dp,
+            target_share=made.target_share / receiver.dp,
+        )  # fmt: skip
 
     return split

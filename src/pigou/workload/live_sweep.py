@@ -22,7 +22,8 @@ _BLOCK_TOKENS = 16
 
 def check_live(config: SweepConfig, setup: Setup) -> None:
     """Raise ConfigError for settings that a live fleet decides, or missing ones."""
-    for name in ("model", "gpu", "tp", "timing", "engine", "max_model_len"):
+    own = "model gpu tp dp ep redundant_experts expert_load eplb timing engine max_model_len"
+    for name in own.split():
         if getattr(setup, name) != getattr(Setup(), name):
             raise ConfigError(
                 f"{name} is {getattr(setup, name)!r}, and the live fleet has its own; leave it out"
