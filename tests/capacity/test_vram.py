@@ -99,11 +99,27 @@ def test_ridge_points(device: str, dtype: str, flops_per_byte: int) -> None:
         ("llama-3.1-8b", {"tp": 16}, "tp is 16"),
         ("mixtral-8x7b", {"tp": 2, "adapters": 1, "adapter_targets": ("up",)}, "has experts"),
         ("deepseek-v3", {"tp": 8, "adapters": 1}, "not described"),
+        ("llama-3.1-8b", {"dp": 2}, "dp is 2"),
+        ("deepseek-v3", {"dp": 8, "redundant_experts": 32}, "ep is off"),
+        ("deepseek-v3", {"dp": 24, "ep": True}, "multiple of the 24"),
     ],
 )
 def test_what_cannot_be_is_refused(model: str, options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         vram_map(architecture(model), gpu("H100"), VramConfig(**options))  # type: ignore[arg-type]
+
+
+def test_expert_parallelism_frees_memory_for_kv_and_ranks_have_their_own() -> None:
+    deepseek, device = architecture("deepseek-v3"), gpu("H200")
+    one = vram_map(deepseek, device, VramConfig(tp=8))
+    node = vram_map(deepseek, device, VramConfig(dp=8, ep=True))
+    wide = vram_map(deepseek, device, VramConfig(dp=64, ep=True))
+    copies = vram_map(deepseek, device, VramConfig(dp=64, ep=True, redundant_experts=64))
+    assert node.tokens > 5 * one.tokens  # MLA is whole on each GPU of a tensor-parallel worker
+    assert wide.weights < 0.35 * node.weights
+    assert wide.tokens == 64 * (wide.cache // deepseek.token_bytes())
+    expert = deepseek.expert_bytes
+    assert abs(copies.weights - wide.weights - expert) < 0.01 * expert  # one more on each GPU
 
 
 def test_the_command_writes_bytes_and_says_what_a_batch_needs(

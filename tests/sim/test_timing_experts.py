@@ -54,7 +54,7 @@ def test_a_token_chooses_so_many_experts_however_loads_lie(loads: list[int], act
     assert activated(chosen, 5) <= activated(inclusion(np.ones(len(loads)), active), 5) + 1e-9
 
 
-#: Microseconds of DeepEP's low-latency kernels on H800 (its docs/legacy.md): 128 tokens a GPU,
+#: Microseconds of DeepEP's low-latency kernels on H800 (its V1 page): 128 tokens a GPU,
 #: width 7168, 8 experts, FP8 out and bfloat16 back.
 DEEP_EP = {8: (77, 114), 16: (118, 195), 32: (155, 273), 64: (173, 314), 128: (192, 369),
            256: (194, 360)}  # fmt: skip

@@ -13,7 +13,8 @@ import msgspec
 
 from pigou.config import ConfigError, check_bounds, check_fields, option
 from pigou.models.architecture import Architecture
-from pigou.models.gpus import GIB, SAMPLER_BYTES, Gpu, layer_bytes
+from pigou.models.gpus import GIB, SAMPLER_BYTES, Gpu, check_parallel, layer_bytes
+from pigou.models.parallelism import ParallelConfig, ParallelOptions, parallel_config
 
 #: Bytes of an activation.
 _WIDTH = 2
@@ -23,10 +24,10 @@ _ENGINE, _ADAPTERS = "Engine", "Adapters"
 ADAPTER_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-class VramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class VramConfig(ParallelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a GPU's memory is shared out."""
 
-    tp: Annotated[int, option("GPUs per worker, by tensor parallelism.", _ENGINE)] = 1
+    tp: Annotated[int, option("GPUs that share each layer (tensor parallelism).", _ENGINE)] = 1
     utilization: Annotated[float, option("Share of GPU memory that the engine uses.", _ENGINE)] = (
         0.9
     )
@@ -47,6 +48,7 @@ class VramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ] = ("q", "k", "v", "o")
 
     def __post_init__(self) -> None:
+        ParallelOptions.__post_init__(self)
         check_fields(
             self, "tp", "block_size", "max_batched_tokens", "max_seqs", "adapter_rank", ge=1,
         )  # fmt: skip
@@ -57,6 +59,11 @@ class VramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             if target not in ADAPTER_TARGETS:
                 known = ", ".join(ADAPTER_TARGETS)
                 raise ConfigError(f"adapter_targets has {target!r}; each must be one of {known}")
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """How the GPUs of a worker share the model."""
+        return ParallelConfig(self.tp, self.dp, self.ep, self.redundant_experts)
 
 
 class VramMap(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,13 +76,15 @@ class VramMap(msgspec.Struct, frozen=True, kw_only=True):
     adapters: int  # LoRA weights
     runtime: int  # context, communication, graphs
     scratch: int  # the sampler's tensors over the vocabulary
-    blocks: int
+    blocks: int  # blocks of all data-parallel ranks
     tokens: int  # tokens that the blocks hold, where every layer holds all
 
 
 def vram_map(model: Architecture, device: Gpu, config: VramConfig) -> VramMap:
     """Return the memory map of one GPU of a worker."""
     device.check_tp(config.tp)
+    if config.dp > 1 or config.ep or config.redundant_experts:
+        check_parallel(config.parallel, model, device)
     for cache, _ in model.caches:
         if cache.heads % config.tp and config.tp % cache.heads:
             raise ConfigError(
@@ -84,7 +93,7 @@ def vram_map(model: Architecture, device: Gpu, config: VramConfig) -> VramMap:
             )
     usable = int(device.memory * config.utilization)
     tp = config.tp
-    weights = model.weight_bytes_on(tp)
+    weights = model.weight_bytes_on(config.parallel)
     activations = layer_bytes(model.hidden, model.wide / tp, config.max_batched_tokens)
     scratch = config.max_seqs * model.vocab * SAMPLER_BYTES
     adapters = 0
@@ -103,8 +112,8 @@ def vram_map(model: Architecture, device: Gpu, config: VramConfig) -> VramMap:
         )
     return VramMap(
         usable=usable, weights=weights, cache=blocks * block, activations=activations,
-        adapters=adapters, runtime=runtime, scratch=scratch, blocks=blocks,
-        tokens=blocks * config.block_size,
+        adapters=adapters, runtime=runtime, scratch=scratch, blocks=blocks * config.dp,
+        tokens=blocks * config.dp * config.block_size,
     )  # fmt: skip
 
 
@@ -143,7 +152,7 @@ class MixDemand(msgspec.Struct, frozen=True, kw_only=True):
 
 def mix_demand(
     model: Architecture, device: Gpu, memory: VramMap, sequences: Sequence[tuple[int, int]],
-    tp: int = 1, margin: float = 0.3,
+    gpus: ParallelConfig | int = 1, margin: float = 0.3,
 ) -> MixDemand:  # fmt: skip
     """Return what sequences need of a worker's cache, less a share `margin`, and their step's time.
 
@@ -151,7 +160,9 @@ def mix_demand(
     Weights of experts are counted whole: a large batch reads nearly all.
     """
     check_bounds("margin", margin, ge=0, lt=1)
-    demand = sum(count * model.sequence_bytes(tokens, tp) for count, tokens in sequences)
+    split = parallel_config(gpus)  # sequences are spread evenly over its ranks
+    demand = sum(count * model.sequence_bytes(tokens, split.tp) for count, tokens in sequences)
+    demand = -(-demand // split.dp)
     safe = int(memory.cache * (1.0 - margin))
     reads_s = (memory.weights / device.streaming + demand / device.cache) / device.bandwidth
     return MixDemand(

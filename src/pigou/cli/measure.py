@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 _STOP_S = 60.0
 _INTERRUPTED = 130
 _EXAMPLE = 200
-_SETUP = Override("model gpu tp timing blocks max_batched_tokens max_seqs max_model_len engine")
+_SETUP = Override(
+    "model gpu tp dp ep redundant_experts expert_load eplb timing blocks max_batched_tokens "
+    "max_seqs max_model_len engine"
+)
 
 
 def fleet_token(url: str) -> str:

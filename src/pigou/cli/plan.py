@@ -92,6 +92,12 @@ def plan(
             "Repeatable."
         ),
     ] = None,
+    expert_load: Annotated[
+        str,
+        typer.Option(
+            help="Loads of experts, as in `pigou simulate`; expert-parallel workers balance them."
+        ),
+    ] = "",
     check: Annotated[
         bool,
         typer.Option(
@@ -119,7 +125,7 @@ def plan(
         model=model, gpus=counts, slo=Slo.parse(slo),
         usd_per_hour=gpu_prices(prices, counts),
         kv_dtypes=tuple(kv_dtype) if kv_dtype else ("", "fp8"), top=trials.top,
-        seed=trials.seed, tiers=trials.tiers,
+        seed=trials.seed, tiers=trials.tiers, expert_load=expert_load,
     )  # fmt: skip
     shape = architecture(model)
     for dtype in filter(None, request.kv_dtypes):
@@ -266,7 +272,7 @@ def _row(item: PlannedConfiguration) -> list[str]:
     return [
         made.name,
         " ".join(f"{count}x{name}" for name, count in made.gpus.items()),
-        "/".join(str(tp) for tp in made.tp.values()),
+        "/".join(f"{pool.kind.dp}ep" if pool.kind.ep else f"{pool.kind.tp}" for pool in made.pools),
         "/".join(str(batch) for batch in made.batch.values()),
         made.kv_dtype or "model",
         f"{figures.rate_rps:.3g}",

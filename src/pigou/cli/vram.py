@@ -96,7 +96,7 @@ def vram(
     memory = vram_map(shape, device, config)
     document = _document(shape, device, config, memory)
     if batch:
-        demand = mix_demand(shape, device, memory, batch, config.tp, margin)
+        demand = mix_demand(shape, device, memory, batch, config.parallel, margin)
         document["batch"] = {**msgspec.to_builtins(demand), "margin": margin}
         count = sum(number for number, _ in batch)
         mean = sum(number * tokens for number, tokens in batch) // count
@@ -135,11 +135,13 @@ def _document(
 ) -> dict[str, Any]:
     """Return the document of `--json`; memory in bytes per GPU."""
     return {
-        "model": shape.name, "gpu": device.name, "tp": config.tp,
+        "model": shape.name, "gpu": device.name, "tp": config.tp, "dp": config.dp, "ep": config.ep,
         "memory_bytes": device.memory,
         "map": {"source": "computed", **msgspec.to_builtins(memory)},
         "parameters": shape.parameters, "active_parameters": shape.active_parameters,
-        "weights_by_part": {part: round(size) for part, size in shape.parts(config.tp).items()},
+        "weights_by_part": {
+            part: round(size) for part, size in shape.parts(config.parallel).items()
+        },
         "checkpoint_bytes": shape.checkpoint_bytes,
         "not_loaded": {extra.name: extra.size for extra in shape.extras if not extra.loaded},
         "kv": {
@@ -176,7 +178,7 @@ def _show_terms(memory: dict[str, Any], title: str) -> Console:
 
 def _show(document: dict[str, Any]) -> None:
     memory, kv = document["map"], document["kv"]
-    title = f"{document['model']} on {document['tp']} x {document['gpu']}"
+    title = f"{document['model']} on {document['tp'] * document['dp']} x {document['gpu']}"
     console = _show_terms(memory, title)
     console.print(
         f"KV cache ({kv['dtype']}): {kv['bytes_per_token']:,} bytes a token"

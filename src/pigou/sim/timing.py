@@ -9,6 +9,7 @@ are the GPU's (`pigou.models.gpus`); a layer adds its kernel launches.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -268,6 +269,7 @@ class RooflineTiming:
         split = parallel_config(gpus)
         check_parallel(split, model, device)
         tp, self._dp, self._experts = split.tp, split.dp, None
+        self._equal_ranks = 1  # ranks that compute as much as the one that is timed
         self._products = _products(model, device, split)
         if split.ep or split.dp > 1 or (model.experts and expert_loads is not None):
             spread = self._products[:, EXPERTS] > 0.0
@@ -282,6 +284,12 @@ class RooflineTiming:
         self._kinds = _kinds(model, device, tp)
         self._caches = _caches(model, tp)
         self._rates = _rates(model, device, tp)
+
+    def of_rank(self) -> RooflineTiming:
+        """Return the timing of one data-parallel rank, where all compute as much."""
+        rank = copy(self)
+        rank._dp, rank._equal_ranks = 1, self._dp
+        return rank
 
     def durations(self, batch: StepShape, repeat: int) -> Nanos:
         """Return the nanoseconds of each of `repeat` steps, shape (repeat,)."""
@@ -299,7 +307,7 @@ class RooflineTiming:
                 durations,
             )  # fmt: skip
         if self._experts is not None:
-            durations += round(self._experts(batch.tokens) * SECOND)
+            durations += round(self._experts(batch.tokens * self._equal_ranks) * SECOND)
         return durations
 
 

@@ -36,9 +36,8 @@ from pigou.small_file import read_bytes
 from pigou.wire.errors import DECODING_ERRORS
 
 Floats = NDArray[np.float64]
-#: Seconds of an all-to-all's first byte, and share of a link's bandwidth that it reaches: fitted to
-#: DeepEP's low-latency kernels on H800 at 16 and 64 GPUs; on the other ten it is 0.78 to 1.08 times
-#: the measured latency (tests/sim/test_timing_experts.py).
+#: Seconds of an all-to-all's first byte, and share of a link's bandwidth that it reaches: chosen on
+#: DeepEP's twelve rows of low-latency kernels (H800), of which they give 0.78 to 1.09 times.
 ALL_TO_ALL_S, REACHED = 20e-6, 0.8
 #: Tokens of a GPU beyond which kernels send a token once to a node, however many experts it has
 #: there; DeepEP recommends its low-latency kernels below.

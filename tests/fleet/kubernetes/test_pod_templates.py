@@ -58,7 +58,7 @@ OTHER_POOL: dict[str, Any] = {
     "role": {"role": "decode"}, "engine": {"engine": "pigou", "parallelism": {"tp": 1},
                                            "gpusPerReplica": 1},
     "image": {"image": "vllm:2"}, "args": {"args": ["--max-num-seqs", "8"]},
-    "parallelism": {"parallelism": {"tp": 4, "pp": 2}},
+    "parallelism": {"parallelism": {"tp": 4, "pp": 2, "ep": True}},
     "gpusPerReplica": {"gpusPerReplica": 4, "parallelism": {"tp": 4}},
     "hostsPerReplica": {"hostsPerReplica": 2}, "memory": {"memory": "32Gi"},
     "shmSize": {"shmSize": "16Gi"}, "loadSeconds": {"loadSeconds": 60},

@@ -20,6 +20,7 @@ from pigou.cost.usage import usd_per_million_at
 from pigou.models.architecture import Architecture
 from pigou.models.gpus import PowerModel, kv_blocks
 from pigou.models.gpus import gpu as gpu_named
+from pigou.models.parallelism import ParallelConfig
 from pigou.objectives import Slo
 from pigou.performance.fleet_replay import ReplayedFleet, ReplayedPrompts, StepTable, replay
 from pigou.performance.model import PerformanceModel, joint_share
@@ -30,6 +31,7 @@ from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.network import LinkConfig
 from pigou.sim.pool_performance import measure_performance
 from pigou.sim.timing import RooflineTiming
+from pigou.sim.timing_experts import read_expert_loads
 from pigou.sim.worker_spec import WorkerSpec
 
 #: Tokens of a block; batch up to which speeds are measured; shortest context that is measured.
@@ -55,10 +57,22 @@ class WorkerKind(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that are alike."""
 
     gpu: str
-    tp: int  # GPUs of a worker
+    tp: int  # GPUs that share each layer
     kv_dtype: str  # number format of the KV cache; "" for the model's own
     max_seqs: int  # sequences of a step at most: the batch
     chunk: int  # tokens of a step at most
+    dp: int = 1  # ranks, whose batch and chunk these are
+    ep: bool = False
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """How the GPUs of a worker share the model."""
+        return ParallelConfig(self.tp, self.dp, self.ep)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of a worker."""
+        return self.tp * self.dp
 
 
 class PlannedPool(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +85,12 @@ class PlannedPool(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def gpus(self) -> int:
         """GPUs of all of them."""
-        return self.workers * self.kind.tp
+        return self.workers * self.kind.gpus
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks of all of them, each analysed as a worker."""
+        return self.workers * self.kind.dp
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,8 +125,13 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tp(self) -> dict[str, int]:
-        """GPUs of a worker, by role."""
+        """GPUs that share each layer, by role."""
         return {pool.role.value: pool.kind.tp for pool in self.pools}
+
+    @property
+    def dp(self) -> dict[str, int]:
+        """Data-parallel ranks of a worker, by role."""
+        return {pool.role.value: pool.kind.dp for pool in self.pools}
 
     @property
     def batch(self) -> dict[str, int]:
@@ -117,7 +141,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def workers_key(self) -> tuple[object, ...]:
         """The same for fleets that differ by batches and steps only."""
-        return (self.name, *self.tp.values(), self.kv_dtype, *self.gpus)
+        return (self.name, *self.tp.values(), *self.dp.values(), self.kv_dtype, *self.gpus)
 
     def fleet(self, link: LinkConfig) -> FleetConfig:
         """Return the fleet for a simulation."""
@@ -125,6 +149,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
             WorkerGroup(
                 role=pool.role, count=pool.workers, gpu=pool.kind.gpu, tp=pool.kind.tp,
                 max_seqs=pool.kind.max_seqs, max_batched_tokens=pool.kind.chunk,
+                dp=pool.kind.dp, ep=pool.kind.ep,
             )
             for pool in self.pools
         )  # fmt: skip
@@ -165,7 +190,7 @@ def _watts(pool: PlannedPool, figures: LoadFigures, mix: RequestMix, model: Arch
         model = replace(model, kv_dtype=kind.kv_dtype)
     rate, prompts = figures.rate_rps / pool.workers, 0.0
     if pool.role is not Role.DECODE:
-        speed = device.peak(model.compute_dtype) * device.compute * kind.tp
+        speed = device.peak(model.compute_dtype) * device.compute * kind.gpus
         prompts = min(rate * mix.computed * 2.0 * model.active_parameters / speed, 1.0)
     watts = prompts * power.prefill_watts(device.compute)
     if pool.role is Role.PREFILL:
@@ -174,7 +199,7 @@ def _watts(pool: PlannedPool, figures: LoadFigures, mix: RequestMix, model: Arch
     busy = min(streams, 1.0) * (1.0 - prompts)
     read = model.weight_bytes + max(streams, 1.0) * mix.context * model.kv_bytes
     step_s = max(figures.itl_s * (1.0 - prompts), 1e-9)
-    watts += busy * power.decode_watts(read / step_s / (device.bandwidth * kind.tp))
+    watts += busy * power.decode_watts(read / step_s / (device.bandwidth * kind.gpus))
     return (watts + max(1.0 - prompts - busy, 0.0) * power.idle_w) * pool.gpus
 
 
@@ -183,10 +208,11 @@ class Analysis:
 
     def __init__(
         self, model: Architecture, demand: Demand, slo: Slo, link: LinkConfig,
-        usd_per_hour: Mapping[str, float],
+        usd_per_hour: Mapping[str, float], expert_load: str = "",
     ) -> None:  # fmt: skip
+        self.expert_load = expert_load
         self.demand, self.slo, self.usd_per_hour = demand, slo, usd_per_hour
-        self._model, self._link = model, link
+        self._model, self.link = model, link
         self._measured: dict[tuple[Role, WorkerKind], PerformanceModel] = {}
         self._loads: dict[tuple[Role, WorkerKind], PoolLoad | None] = {}
         self._limits: dict[tuple[Role, WorkerKind, int, int], float] = {}
@@ -194,7 +220,7 @@ class Analysis:
 
     def changed(self, slo: Slo, demand: Demand) -> Analysis:
         """Return the analysis for another objective and demand; keeps shared results."""
-        other = Analysis(self._model, demand, slo, self._link, self.usd_per_hour)
+        other = Analysis(self._model, demand, slo, self.link, self.usd_per_hour, self.expert_load)
         other._measured = self._measured
         if slo == self.slo and demand.mix == self.demand.mix and demand.loop is self.demand.loop:
             other._loads, other._limits = self._loads, self._limits
@@ -219,26 +245,30 @@ class Analysis:
                 block_size=_BLOCK_TOKENS, max_seqs=kind.max_seqs, max_batched_tokens=kind.chunk,
                 max_model_len=max_tokens,
             )  # fmt: skip
-            timing = RooflineTiming(model, gpu_named(kind.gpu), kind.tp)
+            loads = read_expert_loads(self.expert_load, model.experts)
+            timing = RooflineTiming(
+                model, gpu_named(kind.gpu), kind.parallel, loads, eplb=kind.ep and loads is not None
+            ).of_rank()
             group = WorkerGroup(role=role, count=1)
             spec = WorkerSpec(
                 group, engine, timing, model.kv_bytes,
                 ahead=True, gpus=kind.tp, kv_heads=model.kv_heads,
             )  # fmt: skip
             serving = WorkerGroup(role=Role.BOTH, count=1)  # a fleet must decode
-            fleet = FleetConfig(workers=(serving,), link=self._link)
+            fleet = FleetConfig(workers=(serving,), link=self.link)
             self._measured[key] = measure_performance(spec, role, fleet)
         return self._measured[key]
 
     def _blocks(self, kind: WorkerKind) -> int | None:
-        """Return the KV blocks of a worker; None where it cannot hold the longest request."""
+        """Return the KV blocks of a rank; None where it cannot hold the longest request."""
         try:
             blocks = kv_blocks(
-                self._cast(kind), gpu_named(kind.gpu), kind.tp, block_size=_BLOCK_TOKENS,
+                self._cast(kind), gpu_named(kind.gpu), kind.parallel, block_size=_BLOCK_TOKENS,
                 max_batched_tokens=kind.chunk, max_seqs=kind.max_seqs,
             )  # fmt: skip
         except ConfigError:
             return None
+        blocks //= kind.dp
         return blocks if blocks * _BLOCK_TOKENS > self.demand.max_tokens else None
 
     def _cast(self, kind: WorkerKind) -> Architecture:
@@ -268,7 +298,7 @@ class Analysis:
             return 0.0
         if role is Role.BOTH and workers > _EXACT_SIZES:
             return self.limit_rps(role, kind, _EXACT_SIZES) * workers / _EXACT_SIZES
-        return load.limit_rps(workers, self.slo, joint_share(self.slo), more_s)
+        return load.limit_rps(workers * kind.dp, self.slo, joint_share(self.slo), more_s)
 
     def split_limit_rps(
         self, prefill: tuple[WorkerKind, int], decode: tuple[WorkerKind, int]
@@ -282,7 +312,7 @@ class Analysis:
         if limit <= 0.0 or load is None:
             return 0.0
         remote = min(limit, self.limit_rps(Role.PREFILL, *prefill))
-        joining_s = load.joining_s(remote, decode[1])
+        joining_s = load.joining_s(remote, decode[1] * decode[0].dp)
         return min(limit, self.limit_rps(Role.PREFILL, *prefill, joining_s))
 
     def highest_rps(self, configuration: Configuration) -> float:
@@ -290,16 +320,16 @@ class Analysis:
         loads = [self.load(pool.kind, pool.role) for pool in configuration.pools]
         pools = configuration.pools
         if len(pools) == 1:
-            return loads[0].highest_rps(pools[0].workers) if loads[0] else 0.0
+            return loads[0].highest_rps(pools[0].ranks) if loads[0] else 0.0
         first, second = loads
         if first is None or second is None:
             return 0.0
         shares = self.demand.classes.shares
-        highest = pools[0].workers / float(shares @ first.prompt_s)
+        highest = pools[0].ranks / float(shares @ first.prompt_s)
         stall_s = float(shares @ second.stalls_s)
         if stall_s <= 0.0:
             return math.inf
-        highest += _MAX_BUSY * pools[1].workers / stall_s
+        highest += _MAX_BUSY * pools[1].ranks / stall_s
         return min(self.limit_rps(Role.DECODE, pools[1].kind, pools[1].workers), highest)
 
     def attained(self, configuration: Configuration, rate_rps: float) -> float:
@@ -353,7 +383,7 @@ class Analysis:
             ),
             StepTable(*decode.step_table),
             ReplayedFleet(
-                first.workers if split else 0, second.workers, float(first.kind.chunk),
+                first.ranks if split else 0, second.ranks, float(first.kind.chunk),
                 float(chunk), second.kind.max_seqs, decode.kv_tokens,
             ),
             rate_rps,

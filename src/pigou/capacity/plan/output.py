@@ -63,6 +63,7 @@ def configuration_document(item: PlannedConfiguration, standing: str) -> dict[st
         "standing": standing,
         "gpus": made.gpus,
         "tp": made.tp,
+        "dp": made.dp,
         "workers": {pool.role.value: pool.workers for pool in made.pools},
         "batch": made.batch,
         "chunk": {pool.role.value: pool.kind.chunk for pool in made.pools},
@@ -127,6 +128,7 @@ def _groups(made: Configuration) -> list[dict[str, Any]]:
             "role": pool.role.value, "count": pool.workers, "gpu": pool.kind.gpu,
             "tp": pool.kind.tp, "max_seqs": pool.kind.max_seqs,
             "max_batched_tokens": pool.kind.chunk,
+            **({"dp": pool.kind.dp, "ep": pool.kind.ep} if pool.kind.ep else {}),
         }
         for pool in made.pools
     ]  # fmt: skip
@@ -163,8 +165,11 @@ def helm_values(made: Configuration, request: PlanRequest) -> dict[str, Any]:
 def _helm_pool(pool: PlannedPool) -> dict[str, Any]:
     return {
         "role": pool.role.value, "engine": "vllm", "image": VLLM_IMAGE,
-        "replicas": pool.workers, "gpusPerReplica": pool.kind.tp,
-        "parallelism": {"tp": pool.kind.tp}, "args": _limits(pool.kind),
+        "replicas": pool.workers, "gpusPerReplica": pool.kind.gpus,
+        **({"hostsPerReplica": pool.kind.gpus // 8} if pool.kind.gpus > 8 else {}),
+        "parallelism": {"tp": pool.kind.tp}
+        | ({"dp": pool.kind.dp, "ep": True} if pool.kind.ep else {}),
+        "args": _limits(pool.kind),
         "nodeSelector": {_GPU_LABEL: pool.kind.gpu},
     }  # fmt: skip
 
@@ -185,6 +190,8 @@ def _worker_commands(made: Configuration, model: str) -> str:
         kind = pool.kind
         options = iter(_limits(kind))
         command = [f"vllm serve {model} --tensor-parallel-size {kind.tp}"]
+        if kind.ep:
+            command += [f"--data-parallel-size {kind.dp} --enable-expert-parallel"]
         command += [f"{option} {value}" for option, value in zip(options, options, strict=True)]
         lines.append(f"# {pool.workers} x {pool.role.value} on {kind.gpu}")
         lines.append(" \\\n  ".join(command))

@@ -105,6 +105,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     top: int = 5  # configurations to simulate at length
     seed: int = 0
     tiers: tuple[TierConfig, ...] = ()
+    expert_load: str = ""  # loads of experts, as `pigou simulate --expert-load`
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,7 @@ def make_plan(
 ) -> CapacityPlan:  # fmt: skip
     """Make a plan; `watch` is called with the stage, and its simulations done and in all."""
     began = time.perf_counter()
-    link = LinkConfig()
-    analysis = Analysis(model, demand, request.slo, link, request.usd_per_hour)
+    analysis = _analysis(request, model, demand)
     watch("analysing configurations", 0, 0)
     seen = candidates(analysis, model, request.gpus, request.kv_dtypes)
     if not seen:
@@ -201,6 +201,12 @@ def make_plan(
         meets=attained is not None and attained >= request.slo.share,
         tiers=use,
     )
+
+
+def _analysis(request: PlanRequest, model: Architecture, demand: Demand) -> Analysis:
+    # Ranks of wide expert parallelism have ports of their own.
+    link = LinkConfig(per="gpu") if model.experts else LinkConfig()
+    return Analysis(model, demand, request.slo, link, request.usd_per_hour, request.expert_load)
 
 
 def ranked_candidates(
@@ -292,7 +298,7 @@ def _diverse(ranked: Sequence[Candidate], count: int) -> list[Candidate]:
     rest: list[Candidate] = []
     for candidate in ranked:
         made = candidate.configuration
-        workers = (*made.tp.items(), made.kv_dtype, *made.gpus)
+        workers = (*made.tp.items(), *made.dp.values(), made.kv_dtype, *made.gpus)
         counts[workers] += 1
         if counts[workers] > _PER_KIND:
             rest.append(candidate)
@@ -331,9 +337,13 @@ def make_trial(
         loop=analysis.demand.at(rate_rps, count),
         rate_rps=rate_rps,
         setup=Setup(
-            model=request.model, kv_dtype=candidate.configuration.kv_dtype, tiers=request.tiers
+            model=request.model,
+            kv_dtype=candidate.configuration.kv_dtype,
+            tiers=request.tiers,
+            expert_load=request.expert_load,
+            eplb=bool(request.expert_load),
         ),
-        link=LinkConfig(),
+        link=analysis.link,
         seed=request.seed,
         warm_up_s=filling * life_s,
         tail_s=tail * life_s,
@@ -385,7 +395,7 @@ class StressResult:
 def stress(plan: CapacityPlan, request: PlanRequest, model: Architecture) -> list[StressResult]:
     """Simulate the best fleet at 1.3 times its load, and at the P99 pace of 100 requests."""
     rate_rps = plan.best.figures.rate_rps
-    analysis = Analysis(model, plan.demand, request.slo, LinkConfig(), request.usd_per_hour)
+    analysis = _analysis(request, model, plan.demand)
     rates = {
         "1.3 times the load": OVERLOAD * rate_rps,
         "burst P99": burst_rps(plan.demand, rate_rps),

@@ -39,19 +39,24 @@ def worker_kinds(
     else:
         limits = [(_PREFILL_BATCH, chunk) for chunk in _PREFILL_CHUNKS]
     return [
-        WorkerKind(gpu=name, tp=tp, kv_dtype=kv_dtype, max_seqs=batch, chunk=chunk)
+        WorkerKind(gpu=name, tp=tp, kv_dtype=kv_dtype, max_seqs=batch, chunk=chunk, dp=dp, ep=ep)
         for name, count in gpus.items()
-        for tp in _parallelisms(model, name, count)
+        for tp, dp, ep in _parallelisms(model, name, count)
         for kv_dtype in kv_dtypes
         for batch, chunk in limits
     ]
 
 
-def _parallelisms(model: Architecture, name: str, count: int) -> Iterator[int]:
+def _parallelisms(model: Architecture, name: str, count: int) -> Iterator[tuple[int, int, bool]]:
+    """Yield tp, dp and ep: layers shared, or experts spread over ranks of one GPU."""
     tp = 1
     while tp <= min(count, gpu_named(name).link_gpus) and model.heads % tp == 0:
-        yield tp
+        yield tp, 1, False
         tp *= 2
+    dp = 2
+    while model.experts and dp <= count and model.experts % dp == 0:
+        yield 1, dp, True
+        dp *= 2
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -73,7 +78,7 @@ def candidates(
     kinds = {role: worker_kinds(model, gpus, role, kv_dtypes) for role in Role}
     seen = list(_joint(analysis, gpus, kinds[Role.BOTH]))
     sizes = {
-        (role, kind): list(_sizes(analysis, gpus[kind.gpu] // kind.tp, role, kind))
+        (role, kind): list(_sizes(analysis, gpus[kind.gpu] // kind.gpus, role, kind))
         for role in (Role.PREFILL, Role.DECODE)
         for kind in kinds[role]
     }
@@ -126,7 +131,7 @@ def _joint(
     analysis: Analysis, gpus: Mapping[str, int], kinds: Sequence[WorkerKind]
 ) -> Iterator[Candidate]:
     for kind in kinds:
-        room = gpus[kind.gpu] // kind.tp
+        room = gpus[kind.gpu] // kind.gpus
         for workers in _sizes(analysis, room, Role.BOTH, kind):
             pool = PlannedPool(role=Role.BOTH, kind=kind, workers=workers)
             limit = analysis.limit_rps(Role.BOTH, kind, workers)
@@ -157,8 +162,8 @@ def _split(
     for prefill in sizes[(Role.PREFILL, first)]:
         room = gpus[second.gpu]
         if second.gpu == first.gpu:
-            room -= prefill * first.tp
-        fitting = [size for size in decode_sizes if size * second.tp <= room]
+            room -= prefill * first.gpus
+        fitting = [size for size in decode_sizes if size * second.gpus <= room]
         if not analysis.demand.rate_rps:
             fitting = fitting[-1:]
         for decode in fitting:

@@ -103,7 +103,7 @@ def tier_use(
         performance = analysis.performance(pool.kind, pool.role)
         if pool.role.prefills and performance is not None:
             device, workers = gpu_named(pool.kind.gpu), pool.workers
-            device_bytes += performance.kv_tokens * kv_bytes * workers
+            device_bytes += performance.kv_tokens * kv_bytes * pool.ranks
             device_bandwidth += device.bandwidth * device.cache * pool.gpus
     stores = [
         StorageTier(

@@ -26,7 +26,8 @@ _OWN_OPTIONS = {
     "--served-model-name": "name", "--model": "model", "--role": "role",
     "--drain": "drainSeconds", "--device": "gpusPerReplica", "--nnodes": "hostsPerReplica",
     **dict.fromkeys(("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp",
-                     "--data-parallel-size", "-dp"), "parallelism"),
+                     "--data-parallel-size", "-dp", "--enable-expert-parallel", "-ep"),
+                    "parallelism"),
     **dict.fromkeys(("--host", "--port", "--registry", "--worker-id", "--advertise", "--headless",
                      "--deployment-version", "--node-rank", "--master-addr"), ""),
 }  # fmt: skip
@@ -159,6 +160,7 @@ class Parallelism(Typed, frozen=True):
     tp: Positive = 1
     pp: Positive = 1
     dp: Positive = 1
+    ep: bool = False  # whole experts on each GPU
 
     @property
     def gpus(self) -> int:

@@ -211,6 +211,7 @@ def _vllm(model: ModelSpec, pool: PoolSpec, host: GangHost | None) -> list[str]:
         "vllm", "serve", model.model, "--host", "0.0.0.0", "--port", str(WORKER_PORT),
         "--served-model-name", model.name, "--tensor-parallel-size", str(split.tp),
         "--pipeline-parallel-size", str(split.pp), "--data-parallel-size", str(split.dp),
+        *(["--enable-expert-parallel"] if split.ep else []),
     ]  # fmt: skip
     if pool.role != "both":
         command += ["--kv-transfer-config", '{"kv_connector":"NixlConnector","kv_role":"kv_both"}']
