@@ -23,12 +23,11 @@ from pigou.runtime.local_engine import LocalEngine
 from pigou.runtime.models import expert_parallel
 from pigou.runtime.models.expert_parallel import (
     NEVER,
-    ExpertParallel,
     ExpertSlots,
-    expert_ranks,
+    expert_loads,
     share_tokens,
 )
-from pigou.runtime.models.experts import LoopedProducts, Routing
+from pigou.runtime.models.experts import ExpertLoads, LoopedProducts, Routing
 from pigou.runtime.models.load import load
 from pigou.runtime.parallel import Group
 from reference import Prompt, Reference, make_prompts
@@ -47,7 +46,7 @@ def _generate(group: Group, folder: Path, prompts: list[Prompt], config: EplbCon
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     outputs = [output.tokens for output in engine.generate(prompts, params)]
     decoder: Any = model.decoder
-    return outputs, decoder.loads.spread.moved, decoder.loads.totals.tolist()
+    return outputs, decoder.loads.moved, decoder.loads.totals.tolist()
 
 
 @pytest.mark.parametrize(
@@ -154,12 +153,12 @@ def test_what_cannot_be_spread_is_refused_by_name(folder: FindFolder) -> None:
     moe, dense = read_config(folder("qwen3_moe")), read_config(folder("llama"))
     group: Any = type("Fake", (), {"size": 3})()
     with pytest.raises(ModelError, match="no experts"):
-        expert_ranks(dense, group, FIXED)
+        expert_loads(dense, group, FIXED)
     with pytest.raises(ModelError, match="tensor_parallel_size above 1"):
-        expert_ranks(moe, None, FIXED)
+        expert_loads(moe, None, FIXED)
     with pytest.raises(ModelError, match="--enable-expert-parallel"):
-        expert_ranks(moe, group, None)
+        expert_loads(moe, group, None)
     with pytest.raises(ConfigError, match="add 2"):
-        expert_ranks(moe, group, FIXED)
-    assert isinstance(expert_ranks(moe, group, EplbConfig(num_redundant_experts=2)), ExpertParallel)
-    assert expert_ranks(moe, None, None) is None
+        expert_loads(moe, group, FIXED)
+    assert expert_loads(moe, group, EplbConfig(num_redundant_experts=2)) is not ExpertLoads
+    assert expert_loads(moe, None, None) is ExpertLoads

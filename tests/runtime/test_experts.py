@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,15 +21,21 @@ from pigou.runtime.models.experts import (
     LoopedProducts,
     Products,
     Routing,
+    adopt_experts,
+    dequantise_mxfp4,
 )
 from pigou.runtime.models.linear import Linear
-from pigou.runtime.ops import TorchOps
+from pigou.runtime.models.weights import WeightSource
+from pigou.runtime.ops import KernelOps, TorchOps
+from reference import report
 
 GATE = TorchOps().gate
 
 
 def make_experts(products: Products, count: int) -> Experts:
-    experts = Experts(torch.zeros(count, dtype=torch.int64), torch.zeros(1).long())
+    experts = Experts(
+        torch.zeros(count, dtype=torch.int64), torch.zeros(1).long(), list(range(count))
+    )
     experts.products = products
     return experts
 
@@ -97,7 +105,6 @@ def test_both_products_equal_the_sum_over_tokens(
     tokens: int, experts: int, data: st.DataObject, seed: int
 ) -> None:
     top = data.draw(st.integers(1, experts))
-    weigh_input = data.draw(st.booleans())
     rng = np.random.default_rng(seed)
     x = torch.from_numpy(rng.standard_normal((tokens, 8))).float()
     chosen, weights = Routing(top).choose(torch.from_numpy(rng.standard_normal((tokens, experts))))
@@ -106,11 +113,117 @@ def test_both_products_equal_the_sum_over_tokens(
     expected = torch.zeros_like(x)
     for token, k in itertools.product(range(tokens), range(top)):
         expert, weight = int(chosen[token, k]), weights[token, k]
-        row = x[token : token + 1] * (weight if weigh_input else 1.0)
+        row = x[token : token + 1]
         out: Tensor = looped.down[expert](GATE(looped.gate_up[expert](row)))[0]
-        expected[token] += out * (1.0 if weigh_input else weight)
+        expected[token] += out * weight
     for products in (looped, grouped):
         layer = make_experts(products, experts)
-        layer.weigh_input = weigh_input
         torch.testing.assert_close(layer(x, chosen, weights), expected, rtol=1e-5, atol=1e-5)
         assert layer.loads.tolist() == np.bincount(chosen.flatten(), minlength=experts).tolist()
+
+
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300, "max_position_embeddings": 256,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 16, "head_dim": 8, "num_key_value_heads": 4, "n_routed_experts": 8,
+    "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+QWEN = {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ADOPTED: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {**QWEN, "num_experts": 8, "shared_expert_intermediate_size": 48},
+    "qwen3_moe": QWEN,
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": 2},
+    "gpt_oss": {**QWEN, "sliding_window": 8},
+    "deepseek_v2": {**LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "deepseek_v3": {**LATENT, "n_group": 4, "topk_group": 2},
+    "glm4_moe": {**LATENT, "n_group": 2, "topk_group": 1},
+    "granitemoe": {"num_local_experts": 4},
+}
+
+
+@pytest.fixture(scope="module", params=ADOPTED)
+def pair(request: pytest.FixtureRequest) -> tuple[str, Any, Any, Any]:
+    """A family's tiny model, and a copy whose experts are ours."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(request.param, **{**SMALL, **ADOPTED[request.param]})
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            weight.normal_(std=0.12 if weight.dim() > 1 else 0.05)
+            weight.add_(1.0 if "norm" in name else 0.0)
+        for name, bias in theirs.named_buffers():
+            if "correction" in name:
+                bias.uniform_(-0.5, 0.5)
+    ours = copy.deepcopy(theirs)
+    source = WeightSource(torch.float32, torch.device("cpu"))
+    loads = adopt_experts(ours, source, KernelOps().gate)
+    return request.param, theirs, ours, loads
+
+
+def routes(model: Any, tokens: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+    """Logits of a prompt, and what each layer's experts were given."""
+    given: list[tuple[Tensor, ...]] = []
+
+    def note(_: Any, arguments: tuple[Tensor, ...]) -> None:
+        given.append(tuple(argument.flatten(0, -2) for argument in arguments))
+
+    hooks = [
+        module.register_forward_pre_hook(note)
+        for name, module in model.named_modules()
+        if name.endswith(".experts")
+    ]
+    with torch.inference_mode():
+        logits: Tensor = model(tokens[None]).logits[0]
+    for hook in hooks:
+        hook.remove()
+    return logits, given
+
+
+def test_adopted_experts_choose_and_compute_as_transformers(
+    pair: tuple[str, Any, Any, Any],
+) -> None:
+    family, theirs, ours, loads = pair
+    tokens = torch.from_numpy(np.random.default_rng(3).integers(3, 300, size=120))
+    expected, their_routes = routes(theirs, tokens)
+    logits, our_routes = routes(ours, tokens)
+    torch.testing.assert_close(logits, expected, rtol=0.0, atol=1e-5)
+    assert len(our_routes) == len(their_routes) == len(loads.layers)
+    excused = 0
+    for (_, chosen, weights), (_, their_chosen, their_weights) in zip(
+        our_routes, their_routes, strict=True
+    ):
+        order, their_order = chosen.argsort(1), their_chosen.argsort(1)
+        same = (chosen.gather(1, order) == their_chosen.gather(1, their_order)).all(1)
+        gaps = (weights.sort(1).values - their_weights.sort(1).values).abs().amax(1)
+        assert (gaps[~same] < 1e-6).all()  # chosen otherwise only where scores tie
+        excused += int((~same).sum())
+        torch.testing.assert_close(
+            weights.gather(1, order)[same], their_weights.gather(1, their_order)[same],
+            rtol=1e-5, atol=1e-6,
+        )  # fmt: skip
+    report(
+        f"{family}: experts of {len(tokens)} tokens by layer as transformers', {excused} excused"
+    )
+
+
+def test_mxfp4_is_dequantised_as_by_transformers() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (2, 6, 3, 16), generator=generator).to(torch.uint8)
+    scales = torch.randint(120, 134, (2, 6, 3), generator=generator).to(torch.uint8)
+    theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    ours = dequantise_mxfp4(blocks, scales, torch.bfloat16)
+    assert torch.equal(ours.mT, theirs)
+    one = torch.zeros(1, 16, dtype=torch.uint8)
+    one[0, 0] = 0x9F  # low nibble first: -6, then -0.5
+    values = dequantise_mxfp4(one, torch.tensor([128], dtype=torch.uint8), torch.float32)
+    assert values[:3].tolist() == [-12.0, -1.0, 0.0]

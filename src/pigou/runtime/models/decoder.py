@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +18,6 @@ from pigou.runtime.models.experts import (
     Experts,
     ExpertsConfig,
     MoE,
-    SpreadLayers,
     load_products,
 )
 from pigou.runtime.models.linear import Linear, Product, WeightMatrix, concatenate
@@ -83,17 +83,17 @@ class Decoder:
 
 
 def load_decoder(
-    config: ModelConfig, weights: WeightSource, ops: Ops, spread: SpreadLayers | None = None
+    config: ModelConfig,
+    weights: WeightSource,
+    ops: Ops,
+    make_loads: Callable[[list[int], int, torch.device], ExpertLoads] = ExpertLoads,
 ) -> Decoder:
-    """Load a model's tensors; raises ModelError if one is missing or has another shape.
-
-    With `spread`, this rank loads its experts alone.
-    """
+    """Load a model's tensors; raises ModelError if one is missing or has another shape."""
     embedding, head = _embedding_and_head(config, weights)
     loads = None
     if config.experts is not None:
         layers = sorted(config.experts.layers)
-        loads = ExpertLoads.make(layers, config.experts.count, embedding.device, spread)
+        loads = make_loads(layers, config.experts.count, embedding.device)
     return Decoder(
         config=config,
         embedding=embedding,

@@ -7,7 +7,9 @@ of the tokens: they go to the ranks of their experts and back by all-to-all, the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -193,39 +195,51 @@ class ExpertSlots:
         self.adopt(placement)
 
 
-@dataclass(slots=True)
-class ExpertParallel:
+class ExpertParallel(ExpertLoads):
     """Expert parallelism of a model's layers; places their experts anew between steps."""
 
-    group: Group
-    config: EplbConfig
-    layers: list[Experts] = field(default_factory=list)
-    moved: int = 0  # experts moved since the start
-    _mark: Tensor | int = 0  # total loads when the window began
+    def __init__(
+        self,
+        layers: list[int],
+        experts: int,
+        device: torch.device,
+        *,
+        group: Group,
+        config: EplbConfig,
+    ) -> None:
+        super().__init__(layers, experts, device)
+        self.group, self.config = group, config
+        self.moved = 0  # experts moved since the start
+        self._experts: list[Experts] = []
+        self._mark = self.totals.clone()  # total loads when the window began
 
-    def __call__(self, experts: Experts) -> ExpertSlots:
+    def add(self, layer: int) -> Experts:
         """Place a layer at first: all experts in order, then the first again."""
-        self.layers.append(experts)
+        experts = super().add(layer)
         count = len(experts.loads)
-        slots = self.config.slots(count, self.group.size)
-        return ExpertSlots(self.group, np.arange(slots) % count, count)
+        placement = np.arange(self.config.slots(count, self.group.size)) % count
+        slots = ExpertSlots(self.group, placement, count)
+        experts.spread, experts.held = slots, slots.held
+        self._experts.append(experts)
+        return experts
 
-    def before_step(self, loads: ExpertLoads) -> None:
+    def begin_step(self) -> None:
         """Place experts by the loads of the last window, once an interval; all ranks together."""
         interval, window = self.config.step_interval, self.config.window_size
-        turn = loads.steps % interval
-        if loads.steps == 0 and interval < NEVER:
-            for experts in self.layers:
+        turn = self.steps % interval
+        if self.steps == 0 and interval < NEVER:
+            for experts in self._experts:
                 experts.products.read(0)  # raises ModelError if they cannot be moved
-        elif turn == 0 and loads.steps:
-            self.balance((loads.totals - self._mark).cpu().numpy())
+        elif turn == 0 and self.steps:
+            self.balance((self.totals - self._mark).cpu().numpy())
         if turn == max(0, interval - window):
-            self._mark = loads.totals.clone()
+            self._mark = self.totals.clone()
+        super().begin_step()
 
     def balance(self, loads: Slots) -> None:
         """Place the experts of all layers by their loads, (layers, experts), where that pays."""
         windows = max(1.0, self.config.step_interval / self.config.window_size)
-        for experts, tokens in zip(self.layers, loads, strict=True):
+        for experts, tokens in zip(self._experts, loads, strict=True):
             slots = experts.spread
             assert isinstance(slots, ExpertSlots)
             ranks = ExpertRanks(self.group.size, len(slots.placement))
@@ -239,19 +253,19 @@ class ExpertParallel:
                 self.moved += better.moved
 
 
-def expert_ranks(
+def expert_loads(
     model: ModelConfig, group: Group | None, config: EplbConfig | None
-) -> ExpertParallel | None:
-    """Return how a model's experts are spread over a group; raises ModelError or ConfigError."""
+) -> Callable[[list[int], int, torch.device], ExpertLoads]:
+    """Return what makes a model's loads: spread over a group if asked; raises ModelError."""
     if config is not None and (model.experts is None or group is None):
         reason = "the model has no experts" if group else "it needs tensor_parallel_size above 1"
         raise ModelError(f"enable_expert_parallel is given, but {reason}; leave it out")
     if model.experts is None or group is None:
-        return None
+        return ExpertLoads
     if config is None:
         raise ModelError(
             f"tensor_parallel_size is {group.size}, and the model has experts, which are not cut; "
             "give --enable-expert-parallel too"
         )
     config.slots(model.experts.count, group.size)
-    return ExpertParallel(group, config)
+    return partial(ExpertParallel, group=group, config=config)

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from pigou.models import ModelError
-from pigou.runtime.models.linear import Linear
+from pigou.runtime.models.linear import Linear, WeightMatrix
+from pigou.runtime.models.weights import WeightSource
 
 Activation = Callable[[Tensor], Tensor]
 #: E2M1 values by code: sign, two bits of exponent, one of mantissa.
@@ -101,32 +102,19 @@ class ClampedGate:
 # --- products -------------------------------------------------------------------------------------
 
 
-class Products(Protocol):
-    """The MLPs of some experts, each in a slot."""
-
-    def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """Return outputs (rows, hidden) of x (rows, hidden), sorted by slot.
-
-        Slot s has the rows up to offsets[s], shape (slots,), int32; those beyond are undefined.
-        """
-
-    def read(self, slot: int) -> list[Tensor]:
-        """Return a slot's weights, of the same shapes for every slot."""
-
-    def write(self, slot: int, weights: Sequence[Tensor]) -> None:
-        """Replace a slot's weights."""
-
-
 @dataclass(slots=True)
 class LoopedProducts:
-    """`Products` by a loop over the experts that are hit; reads their counts on the host."""
+    """MLPs of the experts in slots, by a loop over those hit; reads their counts on the host."""
 
     gate_up: list[Linear]
     down: list[Linear]
     activation: Activation
 
     def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """Return outputs of rows sorted by slot."""
+        """Return outputs (rows, hidden) of x (rows, hidden), sorted by slot.
+
+        Slot s has the rows up to offsets[s], shape (slots,), int32; those beyond are undefined.
+        """
         spans = enumerate(pairwise([0, *offsets.tolist()]))
         hit = [(slot, slice(start, stop)) for slot, (start, stop) in spans if start < stop]
         out = torch.empty_like(x)
@@ -138,17 +126,14 @@ class LoopedProducts:
         return out
 
     def read(self, slot: int) -> list[Tensor]:
-        """Return a slot's weights."""
-        weights = []
+        """Return a slot's weights; raises ModelError if they are quantised."""
+        parts: list[Tensor] = []
         for linear in (self.gate_up[slot], self.down[slot]):
             if type(linear) is not Linear:
-                raise ModelError(
-                    "experts with quantised weights stay in their places: leave --enable-eplb out, "
-                    "or give --quantization none"
-                )
-            weights.append(linear.weight.to_dense() if linear.weight.is_mkldnn else linear.weight)
-            weights += [] if linear.bias is None else [linear.bias]
-        return weights
+                raise ModelError("experts in int8 or FP8 cannot move: leave --enable-eplb out")
+            parts.append(linear.weight.to_dense() if linear.weight.is_mkldnn else linear.weight)
+            parts += [] if linear.bias is None else [linear.bias]
+        return parts
 
     def write(self, slot: int, weights: Sequence[Tensor]) -> None:
         """Replace a slot's weights."""
@@ -158,7 +143,7 @@ class LoopedProducts:
 
 @dataclass(slots=True)
 class GroupedProducts:
-    """`Products` by `grouped_mm`, over all slots at once."""
+    """MLPs of the experts in slots, by `grouped_mm` over all of them."""
 
     gate_up: Tensor  # shape (slots, hidden, 2 * width), possibly a transposed view
     down: Tensor  # shape (slots, width, hidden)
@@ -167,7 +152,7 @@ class GroupedProducts:
     down_bias: Tensor | None = None
 
     def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """Return outputs of rows sorted by slot."""
+        """Return outputs of rows sorted by slot; see `LoopedProducts`."""
         h = F.grouped_mm(x, self.gate_up, offs=offsets)
         if self.gate_up_bias is None or self.down_bias is None:
             return F.grouped_mm(self.activation(h), self.down, offs=offsets)
@@ -188,6 +173,9 @@ class GroupedProducts:
         """Replace a slot's weights in place."""
         for part, weight in zip(self._parts(), weights, strict=True):
             part[slot].copy_(weight)
+
+
+Products = LoopedProducts | GroupedProducts
 
 
 def load_products(
@@ -219,45 +207,16 @@ def dequantise_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
 # --- layers ---------------------------------------------------------------------------------------
 
 
-class Spread(Protocol):
-    """Runs a layer's experts on several ranks; see `ExpertSlots`."""
-
-    @property
-    def held(self) -> list[int]:
-        """Experts in the slots of this rank."""
-
-    def __call__(self, experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return what `experts` returns."""
-
-
-class SpreadLayers(Protocol):
-    """Spreads a model's layers over ranks; see `ExpertParallel`."""
-
-    def __call__(self, experts: Experts) -> Spread:
-        """Place the experts of one more layer."""
-
-    def before_step(self, loads: ExpertLoads) -> None:
-        """Place experts anew, if it is time."""
-
-
 @dataclass(slots=True)
 class Experts:
     """Sums of chosen experts' outputs; counts the tokens of each expert."""
 
     loads: Tensor  # tokens routed to each expert since the start, shape (experts,), int64
     activated: Tensor  # experts hit, summed over steps, shape (1,), int64
+    held: list[int]  # experts in the slots of `products`, when they are loaded
+    # runs experts of several ranks; see `ExpertSlots`.
+    spread: Callable[[Experts, Tensor, Tensor, Tensor], Tensor] | None = None
     products: Products = field(init=False)
-    spread: Spread | None = None
-    weigh_input: bool = False  # weights multiply inputs, not outputs, as in Llama 4
-    _slots: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._slots = torch.arange(len(self.loads), device=self.loads.device)
-
-    @property
-    def held(self) -> list[int]:
-        """Experts in the slots of this rank."""
-        return list(range(len(self.loads))) if self.spread is None else self.spread.held
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return shape (tokens, hidden) for x (tokens, hidden), experts and weights (tokens, k)."""
@@ -275,12 +234,9 @@ class Experts:
             return x
         top = slots.shape[1]
         ordered, order = slots.flatten().sort(stable=True)
-        offsets = torch.searchsorted(ordered, self._slots[:count], right=True, out_int32=True)
-        rows = x[order // top]
-        if self.weigh_input:
-            rows = rows * weights.flatten()[order].unsqueeze(-1).to(rows.dtype)
-            weights = torch.ones_like(weights)
-        outputs = self.products(rows, offsets)
+        bounds = torch.arange(count, device=x.device)
+        offsets = torch.searchsorted(ordered, bounds, right=True, out_int32=True)
+        outputs = self.products(x[order // top], offsets)
         if self.spread is not None:
             outputs = outputs.masked_fill((ordered == count).unsqueeze(-1), 0.0)
         back = torch.empty_like(outputs)
@@ -316,46 +272,128 @@ class MoE:
 WINDOW = 1000
 
 
-@dataclass(slots=True)
 class ExpertLoads:
     """Tokens by layer and expert since the start, and over the last one or two `WINDOW`s."""
 
-    layers: list[int]  # layers with experts
-    totals: Tensor  # shape (layers, experts), int64
-    activated: Tensor  # experts hit, summed over steps, shape (layers, 1), int64
-    spread: SpreadLayers | None = None
-    steps: int = 0
-    _starts: tuple[tuple[int, Tensor, Tensor], ...] = ()  # steps, totals, activated of windows
-
-    @classmethod
-    def make(
-        cls, layers: list[int], experts: int, device: torch.device, spread: SpreadLayers | None
-    ) -> ExpertLoads:
-        """Return the loads of a model's layers, all 0."""
-        totals = torch.zeros((len(layers), experts), dtype=torch.int64, device=device)
-        return cls(layers, totals, totals.new_zeros((len(layers), 1)), spread)
+    def __init__(self, layers: list[int], experts: int, device: torch.device) -> None:
+        """`layers` are those with experts."""
+        self.layers, self.steps = layers, 0
+        self.totals = torch.zeros((len(layers), experts), dtype=torch.int64, device=device)
+        self.activated = self.totals.new_zeros((len(layers), 1))  # experts hit, summed over steps
+        self._starts = [(0, self.totals.clone(), self.activated.clone())]  # windows
 
     def add(self, layer: int) -> Experts:
         """Return the experts of a layer, without weights, that count here."""
         row = self.layers.index(layer)
-        experts = Experts(self.totals[row], self.activated[row])
-        if self.spread is not None:
-            experts.spread = self.spread(experts)
-        return experts
+        held = list(range(self.totals.shape[1]))
+        return Experts(self.totals[row], self.activated[row], held)
 
     def begin_step(self) -> None:
         """Count a step; queues copies, and waits for nothing."""
-        if self.spread is not None:
-            self.spread.before_step(self)
+        self.steps += 1
         if self.steps % WINDOW == 0:
             start = (self.steps, self.totals.clone(), self.activated.clone())
-            self._starts = (*self._starts[-1:], start)
-        self.steps += 1
+            self._starts = [self._starts[-1], start]
 
     def window(self) -> tuple[int, Tensor, Tensor]:
         """Return the steps of the window, their tokens (layers, experts), and experts hit."""
-        if not self._starts:
-            return 0, self.totals.cpu(), self.activated.cpu()
         steps, totals, activated = self._starts[0]
         hit = self.activated - activated
-        return self.steps - steps, (self.totals - totals).cpu(), hit.cpu()
+        return self.steps - steps, (self.totals - totals).cpu(), hit.flatten().cpu()
+
+
+# --- modules of transformers ----------------------------------------------------------------------
+
+#: Routers whose code is `Routing`'s; the others stay transformers' own.
+_SOFTMAX = {
+    "MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter",
+    "GptOssTopKRouter",
+}  # fmt: skip
+_SIGMOID = {
+    "DeepseekV3TopkRouter", "Glm4MoeTopkRouter", "Glm4MoeLiteTopkRouter", "Dots1TopkRouter",
+}  # fmt: skip
+
+
+class _ExpertsModule(nn.Module):
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return self.experts(x, chosen, weights)
+
+
+class _RouterModule(nn.Module):
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        bias: Tensor | None = getattr(theirs, "bias", None)
+        self.router = Linear(theirs.weight.data.float(), None if bias is None else bias.float())
+        self.bias: Tensor | None = getattr(theirs, "e_score_correction_bias", None)
+        self.routing = Routing(theirs.top_k, normalise=getattr(theirs, "norm_topk_prob", True))
+        if type(theirs).__name__ in _SIGMOID:
+            self.routing = Routing(
+                theirs.top_k, "sigmoid", normalise=theirs.norm_topk_prob, groups=theirs.num_group,
+                best_groups=theirs.topk_group, scale=theirs.routed_scaling_factor,
+            )  # fmt: skip
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = self.router(x.reshape(-1, x.shape[-1]).float())
+        chosen, weights = self.routing.choose(logits, self.bias)
+        return logits, weights, chosen
+
+
+def adopt_experts(root: nn.Module, source: WeightSource, gate: Activation) -> ExpertLoads | None:
+    """Run a transformers model's experts, and the routers that are known, by ours.
+
+    Each layer's own weights go before the next is packed. Returns None if no layer could be taken.
+    """
+    layers: dict[int, tuple[nn.Module, str, Any, Activation]] = {}
+    for path, parent in root.named_modules():
+        for name, child in parent.named_children():
+            if (activation := _activation(child, gate)) is not None:
+                layers[int(path.split("layers.")[1].split(".")[0])] = (
+                    parent,
+                    name,
+                    child,
+                    activation,
+                )
+    counts = {len(child.down_proj) for _, _, child, _ in layers.values()}
+    if len(counts) != 1:
+        return None
+    loads = ExpertLoads(list(layers), counts.pop(), source.device)
+    for layer, (parent, name, child, activation) in layers.items():
+        experts = loads.add(layer)
+        experts.products = _take_products(child, source, activation)
+        setattr(parent, name, _ExpertsModule(experts))
+        child.gate_up_proj = child.down_proj = None
+        for other, router in list(parent.named_children()):
+            if type(router).__name__ in _SOFTMAX | _SIGMOID:
+                setattr(parent, other, _RouterModule(router))
+    return loads
+
+
+def _activation(module: Any, gate: Activation) -> Activation | None:
+    """Return our form of an experts module's activation; None for another, or another module."""
+    if not getattr(module, "has_gate", False) or module.has_post_expert_norm:
+        return None
+    if hasattr(module, "limit") and not module.is_concatenated:
+        return ClampedGate(module.alpha, module.limit)
+    silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+    return gate if silu and module.is_concatenated and not hasattr(module, "limit") else None
+
+
+def _take_products(module: Any, source: WeightSource, activation: Activation) -> Products:
+    stacks = [module.gate_up_proj.data, module.down_proj.data]  # (experts, outputs, inputs)
+    stacks = [stack.mT for stack in stacks] if module.is_transposed else stacks
+    names = ("gate_up_proj_bias", "down_proj_bias") if module.has_bias else ()
+    biases = [getattr(module, name).data for name in names] or [None, None]
+    if source.device.type != "cpu" and source.quantization in ("auto", "none"):
+        return GroupedProducts(stacks[0].mT, stacks[1].mT, activation, *biases)
+    gate_up, down = (
+        [
+            source.linear(WeightMatrix(weight.contiguous()), None if bias is None else bias[expert])
+            for expert, weight in enumerate(stack)
+        ]
+        for stack, bias in zip(stacks, biases, strict=True)
+    )
+    return LoopedProducts(gate_up, down, activation)

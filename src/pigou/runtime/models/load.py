@@ -20,7 +20,7 @@ from pigou.runtime.attention.paged_attention import PagedAttention
 from pigou.runtime.executor import TorchExecutor
 from pigou.runtime.lora import LoRABank
 from pigou.runtime.models.decoder import DecoderModel, load_decoder
-from pigou.runtime.models.expert_parallel import expert_ranks
+from pigou.runtime.models.expert_parallel import expert_loads
 from pigou.runtime.models.model_config import ModelConfig, read_config
 from pigou.runtime.models.weights import Weights, digest_model, find_model
 from pigou.runtime.ops import KernelOps, TorchOps
@@ -128,10 +128,10 @@ def load(
     ops = KernelOps() if torch_device.type == "cpu" else TorchOps()
     shard = None if group is None else Shard(config, group.rank, group.size)
     part = None if shard is None else shard.part
-    spread = expert_ranks(config, group, expert_parallel)
+    make_loads = expert_loads(config, group, expert_parallel)
     source = Weights(folder, chosen, torch_device, part, quantization)
     with torch.inference_mode(), source as weights:
-        decoder = load_decoder(config if shard is None else shard.config, weights, ops, spread)
+        decoder = load_decoder(config if shard is None else shard.config, weights, ops, make_loads)
     if group is not None:
         share(decoder, group)
     if torch_device.type == "cpu":
