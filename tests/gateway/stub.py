@@ -147,7 +147,7 @@ class Stub:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
-        return web.json_response({"count": len(body["prompt"]), "tokens": [1]})
+        return web.json_response({"count": len(body.get("prompt", "")), "tokens": [1]})
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         self.active += 1

@@ -116,10 +116,6 @@ async def test_the_least_loaded_server_is_chosen_and_the_load_is_counted() -> No
 @pytest.mark.parametrize(
     "path",
     [
-        "responses",
-        "responses/resp_1/cancel",
-        "messages",
-        "messages/count_tokens",
         "embeddings",
         "audio/speech",
         "images/edits",
@@ -147,8 +143,10 @@ async def test_a_models_card_names_the_routes_that_answer_it() -> None:
     paths = ("/v1/responses", "/v1/responses/{id}", "/v1/chat/completions", "/rerank")
     a, b = Server("a", *paths, "/v1/load_lora_adapter"), Server("b", openapi=False)
     b.stub.model = "b"
-    models = {"a": ["/rerank", "/v1/chat/completions", "/v1/responses"],
-              "b": ["/v1/chat/completions", "/v1/completions"]}  # fmt: skip
+    models = {
+        "a": ["/rerank", "/v1/chat/completions", "/v1/messages", "/v1/responses"],
+        "b": ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"],
+    }
     for server, own in ((a, models["a"]), (b, models["b"])):
         async with fleet_of(server) as (_, session), session.get("/v1/models") as reply:
             (card,) = (await reply.json())["data"]

@@ -78,9 +78,9 @@ def test_a_thousand_malformed_requests_leave_healthy_ones_alone(worker: Worker) 
 def test_unknown_paths_and_methods_have_error_bodies(worker: Worker) -> None:
     lost = worker.get("/v1/nope")
     assert (lost.status, lost.json["error"]["code"]) == (404, 404)
-    known = worker.post("/v1/responses", {"input": "a"})
+    known = worker.post("/v1/complete", {"input": "a"})
     assert (known.status, known.headers["x-should-retry"]) == (404, "false")
-    assert "/v1/chat/completions" in known.json["error"]["message"]
+    assert "/v1/completions" in known.json["error"]["message"]
     wrong = worker.get("/v1/completions")
     assert (wrong.status, wrong.json["error"]["code"]) == (405, 405)
     assert wrong.headers["Allow"] == "POST"

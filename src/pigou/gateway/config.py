@@ -129,6 +129,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "Gateway",
         ),
     ] = 60.0
+    response_store: Annotated[
+        int,
+        option("Bytes of responses kept for each tenant (previous_response_id); 0 for none."),
+    ] = 64 * 1024 * 1024
+    response_ttl: Annotated[float, option("Seconds for which a response is kept.")] = 3600.0
     # judge the fields of request bodies here; off in front of stock workers, which know fields that
     # Pigou does not.
     strict: bool = True
@@ -161,6 +166,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it must be in [0, 65535]")
         check_fields(self, "max_body", "max_line", "max_header", "max_headers", ge=1)
+        check_fields(self, "response_store", "response_ttl", ge=0)
         if not 0 <= self.client_timeout < float("inf"):
             raise ConfigError(
                 f"client_timeout is {self.client_timeout}; it must be 0 or more seconds"

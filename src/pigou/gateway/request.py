@@ -19,6 +19,7 @@ from pigou.tracing.request_trace import RequestTrace
 from pigou.tracing.trace_context import TRACEPARENT, header_lines
 from pigou.windows.builder import ComputedPrompt, MeteredRequest
 from pigou.wire.bodies import REPLIES, ByteReservation
+from pigou.wire.chat_translation import ChatTranslation
 from pigou.wire.errors import APIError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -193,6 +194,7 @@ class GatewayRun:
     stats: RequestStats = field(default_factory=RequestStats, repr=False)
     metered: MeteredRun | None = field(default=None, repr=False)
     reply_bytes: ByteReservation = field(default_factory=REPLIES.reserve, repr=False)
+    translation: ChatTranslation | None = field(default=None, repr=False)  # for another API
 
     @classmethod
     def of(cls, parsed: ParsedRequest, **shared: Any) -> GatewayRun:

@@ -138,7 +138,7 @@ async def read_body(request: web.Request, max_bytes: int) -> bytes:
     length = request.content_length
     if length is not None and length > max_bytes:
         raise too_large(max_bytes)
-    await _expected(request)
+    await send_continue(request)
     with BODIES.reserve() as held:
         return await _body(request, max_bytes, held)
 
@@ -189,7 +189,7 @@ def _check_encoding(request: web.Request) -> None:
         )
 
 
-async def _expected(request: web.Request) -> None:
+async def send_continue(request: web.Request) -> None:
     """Answer `Expect: 100-continue`, now that the body is wanted."""
     expected = request.headers.get("expect")
     if expected is None or request.version < HttpVersion11:

@@ -40,8 +40,6 @@ STORED_COLLECTIONS = ("files", "batches", "conversations", "vector_stores", "upl
 _ATTACH = "attach a server that has it (pigou serve --attach URL)"
 #: Routes of OpenAI's, Anthropic's and vLLM's APIs that Pigou's workers lack, and what to do.
 _ABSENT_ROUTES = {
-    "responses": f"use /v1/chat/completions (Vercel AI SDK: openai.chat('MODEL')), or {_ATTACH}",
-    "messages": f"use /v1/chat/completions, or {_ATTACH}",
     "complete": "use /v1/completions",
     "engines": "use the paths without /engines/NAME, and name the model in the body",
     **dict.fromkeys(("embeddings", "audio", "rerank", "score", "pooling", "classify", "images",

@@ -33,6 +33,7 @@ from pigou.logs import describe_access, note_request
 from pigou.request import SECOND
 from pigou.tracing.trace_context import passed_on
 from pigou.wire.bodies import read_json
+from pigou.wire.chat_translation import ChatTranslation
 from pigou.wire.connections import note_reply_id
 from pigou.wire.errors import APIError
 from pigou.wire.openai_requests import HEADER as UNKNOWN
@@ -67,8 +68,13 @@ class GenerationAPI:
         self._unknown = UnknownFields(gateway.config.unknown_fields, _log.warning)
         self._advisor = PrefixAdvisor()
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Answer a completion or a chat, or let it overflow if its model is full."""
+    async def generate(
+        self, request: web.Request, translate: Callable[[bytes], ChatTranslation] | None = None
+    ) -> web.StreamResponse:
+        """Answer a completion or a chat, or let it overflow if its model is full.
+
+        `translate` makes a chat of another API's body.
+        """
         gateway, config, key = self._gateway, self._gateway.config, current_key()
         address = (config.host, config.port)
         with traced_request(gateway.tracer, request.headers, request.path, address) as traced:
@@ -78,7 +84,11 @@ class GenerationAPI:
             tenure = key.policy.apply(key.tenant, headers, time.time_ns())
             overrides = read_overrides(request.headers.get(ROUTING_HEADER))
             data = await read_json(request, config.max_body)
-            parse = partial(self._parse, request, data, tenure, overrides)
+            sent, translation = data, None
+            if translate is not None:
+                translation = await gateway.off_loop(data, partial(translate, data))
+                data = translation.body
+            parse = partial(self._parse, request, data, tenure, overrides, translation)
             run, model = await gateway.off_loop(data, parse)
             if traced is not None:
                 traced.take(run)
@@ -94,20 +104,20 @@ class GenerationAPI:
             else:
                 serve = partial(self.serve, request, run, model)
                 served = await unless_full(run, model.overflow.price_s, serve)
-                response = served or await self._overflow(request, run, model, data, parse, traced)
+                response = served or await self._overflow(request, run, model, sent, parse, traced)
             if traced is not None:
                 traced.status = response.status
             return response
 
     def _parse(
         self, request: web.Request, data: bytes, tenure: Tenure, overrides: dict[str, float],
-        model: GatewayModel | None = None,
+        translation: ChatTranslation | None, model: GatewayModel | None = None,
     ) -> tuple[GatewayRun, GatewayModel]:  # fmt: skip
         config, routing = self._gateway.config, self._gateway.routing
         model, name = (model, model.name) if model else routing.of_body(data)
         parsed = read(
             data,
-            chat=request.path == CHAT,
+            chat=request.path != COMPLETIONS,
             strict=config.strict or model.pigou_only,
             tenure=tenure,
             scope=model.scope(config.release),
@@ -117,7 +127,8 @@ class GenerationAPI:
             model=name,
             adapter=model.adapter,
         )
-        return GatewayRun.of(parsed, trace_headers=passed_on(request.headers)), model
+        headers = passed_on(request.headers)
+        return GatewayRun.of(parsed, trace_headers=headers, translation=translation), model
 
     async def _overflow(
         self, request: web.Request, run: GatewayRun, model: GatewayModel, data: bytes,
@@ -164,7 +175,7 @@ class GenerationAPI:
                     model.metrics.stages.tokenize.observe(seconds)
                 writer = SSEWriter(
                     request, partial(_decision_headers, run), gateway.config.client_timeout,
-                    on_blocked=model.metrics.stages.client_blocked,
+                    on_blocked=model.metrics.stages.client_blocked, translation=run.translation,
                 )  # fmt: skip
                 metrics = model.metrics
                 with _delivering(run, writer, metrics):
@@ -174,6 +185,10 @@ class GenerationAPI:
                         else:
                             reply = await ReplyDriver(driver, metrics, Relay(run)).drive()
                         _observe_duration(run, metrics)
+                        if run.translation is not None:
+                            reply = await gateway.off_loop(
+                                reply, partial(run.translation.whole, reply)
+                            )
                         return await writer.send(web.Response(body=reply, content_type=JSON))
                     async with self._errors_in_stream(run, writer):
                         if sequences.splits(run):

@@ -44,27 +44,9 @@ def pages(gateway: Gateway) -> APIPages:
         return json_response(await card(gateway.routing.find(name), name))
 
     async def forward(request: web.Request) -> web.Response:
-        """Forward a request to any worker."""
-        gateway.startup.check(gateway.routing.decodes)
         data = await read_json(request, gateway.config.max_body)
-        model, name = gateway.routing.of_body(data)
-        body = await gateway.off_loop(data, partial(read_fields, without_bom(data)))
-        if name and "model" in body:
-            body["model"] = msgspec.Raw(msgspec.json.encode(name))
-        last: WorkerFailed | None = None
-        tenant, lines = current_key().tenant, header_lines(passed_on(request.headers))
-        id = reply_id(request.headers.get(REQUEST_ID_HEADER))
-        note_reply_id(request, id)
-        named = str(msgspec.json.decode(body.get("model", b'""')))
-        for upstream in sorted(model.upstreams, key=lambda up: not up.engine.serves(named)):
-            try:
-                with REPLIES.reserve() as held:
-                    reply = await upstream.whole(request.path, body, id, tenant, lines, held=held)
-            except WorkerFailed as failure:
-                last = failure
-            else:
-                return web.Response(body=reply, content_type=JSON)
-        raise APIError(503, f"No worker answers: {last or 'none is up'}.", retry_after=1)
+        reply = await ask_any(gateway, request, request.path, data)
+        return web.Response(body=reply, content_type=JSON)
 
     return APIPages([
         APIPage("/v1/models", models, parameters=None, head=False),
@@ -72,3 +54,24 @@ def pages(gateway: Gateway) -> APIPages:
         APIPage("/tokenize", forward, method="POST", parameters=None, late_body=True),
         APIPage("/detokenize", forward, method="POST", parameters=None, late_body=True),
     ])  # fmt: skip
+
+
+async def ask_any(gateway: Gateway, request: web.Request, path: str, data: bytes) -> bytes:
+    """Return the reply of any worker of the model that a body names."""
+    gateway.startup.check(gateway.routing.decodes)
+    model, name = gateway.routing.of_body(data)
+    body = await gateway.off_loop(data, partial(read_fields, without_bom(data)))
+    if name and "model" in body:
+        body["model"] = msgspec.Raw(msgspec.json.encode(name))
+    last: WorkerFailed | None = None
+    tenant, lines = current_key().tenant, header_lines(passed_on(request.headers))
+    id = reply_id(request.headers.get(REQUEST_ID_HEADER))
+    note_reply_id(request, id)
+    named = str(msgspec.json.decode(body.get("model", b'""')))
+    for upstream in sorted(model.upstreams, key=lambda up: not up.engine.serves(named)):
+        try:
+            with REPLIES.reserve() as held:
+                return await upstream.whole(path, body, id, tenant, lines, held=held)
+        except WorkerFailed as failure:
+            last = failure
+    raise APIError(503, f"No worker answers: {last or 'none is up'}.", retry_after=1)

@@ -20,6 +20,8 @@ from pigou.gateway.startup_shutdown import Shutdown
 from pigou.logs import accessed, note_request
 from pigou.wire.connections import is_reserved, serves_probes_alone, too_many_connections
 from pigou.wire.errors import APIError, bad_request, http_error, too_large
+from pigou.wire.messages import PATH as MESSAGES
+from pigou.wire.messages import error_body
 from pigou.wire.names import is_loopback
 
 _log = logging.getLogger("pigou.gateway")
@@ -127,9 +129,9 @@ def _refusal(request: web.Request, error: Exception, metrics: Metrics) -> web.Re
         case APIError():
             if error.status in (429, 503) and request.method == "POST":
                 (_model_metrics.get() or metrics).shed.inc()
-            return error_response(error)
+            return error_response(error, request.path)
         case web.HTTPRequestEntityTooLarge():
-            return error_response(too_large(request.client_max_size))
+            return error_response(too_large(request.client_max_size), request.path)
         case web.HTTPException():
             response = error_response(
                 http_error(error.status, request.method, request.path, error.reason)
@@ -138,14 +140,13 @@ def _refusal(request: web.Request, error: Exception, metrics: Metrics) -> web.Re
                 response.headers["allow"] = error.headers["allow"]
             return response
     _log.error("%s %s failed", request.method, request.path, exc_info=error)
-    return error_response(APIError(500, "The gateway failed; its log says why."))
+    return error_response(APIError(500, "The gateway failed; its log says why."), request.path)
 
 
-def error_response(error: APIError) -> web.Response:
-    """Return the HTTP response of an error."""
-    return web.Response(
-        body=error.body(), status=error.status, headers=error.headers, content_type=JSON
-    )
+def error_response(error: APIError, path: str = "") -> web.Response:
+    """Return the HTTP response of an error, in Anthropic's form below its path."""
+    body = error_body(error) if path.startswith(MESSAGES) else error.body()
+    return web.Response(body=body, status=error.status, headers=error.headers, content_type=JSON)
 
 
 def check_browser(config: GatewayConfig) -> Middleware:

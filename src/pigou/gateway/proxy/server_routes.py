@@ -15,11 +15,14 @@ from aiohttp import web
 from pigou.gateway.proxy.upstream import Upstream
 from pigou.gateway.request import CHAT, COMPLETIONS
 from pigou.wire.errors import APIError, absent_route
+from pigou.wire.messages import PATH as MESSAGES
 
 #: Routes outside `/v1` that are passed on, too.
 ROOT_PATHS = ("/rerank", "/v2/rerank", "/score", "/pooling", "/classify")
 #: Routes below `/v1` that the gateway answers itself, with their methods.
 _OWN = {COMPLETIONS: "POST", CHAT: "POST", "/v1/models": "GET"}
+#: Routes that are translated to chats where not every server has them.
+RESPONSES = "/v1/responses"
 #: Never passed on: they change a server, or belong to the fleet alone.
 _CLOSED = ("kv", "load_lora_adapter", "unload_lora_adapter")
 _PATH = re.compile(r"(/[A-Za-z0-9_~:-][A-Za-z0-9._~:-]{0,255}){1,8}")
@@ -53,6 +56,16 @@ class ServerRoutes:
                 having.append(upstream)
         return having
 
+    async def all_list(self, servers: Collection[Upstream], method: str, path: str) -> bool:
+        """True if there are servers, all attached, and each one lists the route."""
+        if not servers or not all(upstream.engine.stock for upstream in servers):
+            return False
+        await self._learn(servers)
+        return all(
+            any(pattern.fullmatch(path) and method in methods for pattern, methods in routes)
+            for routes in (self._routes.get(upstream) or () for upstream in servers)
+        )
+
     async def _learn(self, servers: Collection[Upstream]) -> None:
         async with self._learning:  # one at a time: many requests ask for the same page
             new = [upstream for upstream in servers if upstream not in self._routes]
@@ -69,9 +82,8 @@ class ServerRoutes:
         await self._learn([upstream for upstream in servers if upstream.engine.stock])
         listed = (self._routes.get(upstream) for upstream in servers)
         own = {path for path, method in _OWN.items() if method == "POST"}
-        return sorted(
-            set().union(*(own if routes is None else _posts(routes) for routes in listed))
-        )
+        posts = set().union(*(own if routes is None else _posts(routes) for routes in listed))
+        return sorted(posts | ({RESPONSES, MESSAGES} if CHAT in posts else set()))
 
     def note_absent(self, upstream: Upstream, method: str, path: str) -> None:
         """Record that a server lacks a route."""
@@ -91,7 +103,9 @@ def check_path(path: str, request: web.Request) -> None:
 
 def absent_route_here(method: str, path: str, attached: list[str]) -> APIError:
     """Return the error for a route that nobody has."""
-    return absent_route(method, path, [*_OWN, "/tokenize", "/detokenize", *attached[:40]])
+    return absent_route(
+        method, path, [*_OWN, RESPONSES, MESSAGES, "/tokenize", "/detokenize", *attached[:40]]
+    )
 
 
 def _posts(routes: Iterable[Route]) -> set[str]:

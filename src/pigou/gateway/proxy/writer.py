@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from pigou.gateway.failure import Rejected
+from pigou.wire.chat_translation import ChatTranslation
 from pigou.wire.connections import mark_event_stream
 from pigou.wire.errors import TYPES, APIError, error_body
 from pigou.wire.sse import DONE, frame
@@ -37,8 +38,13 @@ class SSEWriter:
         headers: Callable[[], Mapping[str, str]] = dict,
         client_timeout_s: float = 0.0,
         on_blocked: Callable[[int], None] | None = None,
+        translation: ChatTranslation | None = None,
     ) -> None:
-        """Answer a request; `on_blocked` gets the nanoseconds of each pause of the client."""
+        """Answer a request; `on_blocked` gets the nanoseconds of each pause of the client.
+
+        `translation` renders frames of the chat that another API's request became.
+        """
+        self._translation = translation
         # nanoseconds in which bytes waited for the client, as looks at the connection's buffer
         # tell. What the client's kernel took and it did not read is not seen
         self.blocked_ns = 0
@@ -57,6 +63,8 @@ class SSEWriter:
 
     async def write(self, data: bytes) -> None:
         """Send whole SSE frames, at the client's pace; raise `ConnectionResetError`."""
+        if self._translation is not None:
+            data = self._translation.feed(data)
         response = self._response
         if response is None:
             response = self._response = web.StreamResponse(headers={**_HEADERS, **self._headers()})
@@ -79,6 +87,8 @@ class SSEWriter:
         transport = self._transport
         if transport is None or transport.is_closing():
             return False
+        if self._translation is not None and not (data := self._translation.feed(data)):
+            return True
         if self._blocked_from_ns and not transport.get_write_buffer_size():
             self._end_blocked()
         transport.write(b"%x\r\n%b\r\n" % (len(data), data))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -20,6 +22,7 @@ from pigou.tracing.tracer import Tracer
 from pigou.tracing.waterfall import spans_view
 from pigou.wire import openai_replies, request_validation
 from pigou.wire.bodies import no_interim_answer, read_json
+from pigou.wire.chat_translation import ChatTranslation
 from pigou.wire.connections import (
     close_old_streams,
     is_reserved,
@@ -32,6 +35,8 @@ from pigou.wire.errors import APIError, bad_request, decoded, http_error, too_la
 from pigou.wire.fair_turns import FairThreadPool
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.json_limits import SMALL, read_fields
+from pigou.wire.messages import PATH as MESSAGES
+from pigou.wire.messages import Messages, error_body
 from pigou.wire.openai_requests import (
     ChatRequest,
     CompletionRequest,
@@ -44,6 +49,7 @@ from pigou.wire.openai_requests import (
     without_bom,
 )
 from pigou.wire.request_validation import REQUEST_ID_HEADER, request_id
+from pigou.wire.responses import Responses, ResponseStore, answer_stored
 from pigou.wire.sse import DONE, frame
 from pigou.worker.engine_thread.engine_client import EngineClient
 from pigou.worker.engine_thread.heartbeat import Heartbeat
@@ -99,6 +105,7 @@ class Routes:
         self._about = about
         self._max_body = max_body
         self._bodies = Bodies(max_body, model.limits.max_model_len)
+        self._responses = ResponseStore(time.monotonic)
 
     def application(self) -> web.Application:
         """Build the application with all routes."""
@@ -113,6 +120,12 @@ class Routes:
             [
                 post("/v1/completions", self.completions),
                 post("/v1/chat/completions", self.chat),
+                post("/v1/responses", self.translated),
+                web.get("/v1/responses/{id}", self.stored_response, allow_head=False),
+                web.delete("/v1/responses/{id}", self.stored_response),
+                web.post("/v1/responses/{id}/cancel", self.stored_response),
+                post(MESSAGES, self.translated),
+                post(f"{MESSAGES}/count_tokens", self.count_tokens),
                 post("/v1/kv/offer", self.offer),
                 web.get("/v1/models", self.models, allow_head=False),
                 web.get("/v1/models/{model:.+}", self.model_card, allow_head=False),
@@ -149,14 +162,41 @@ class Routes:
         """Answer a chat."""
         return await self._parse_and_reply(request, ChatRequest, self._intake.chat)
 
+    async def translated(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request for a response or a message by a chat."""
+        id, tenant = secrets.token_hex(16), fleet_tenant()
+
+        def translate(data: bytes) -> ChatTranslation:
+            if request.path == MESSAGES:
+                return Messages(data, id)
+            return Responses(data, id, tenant, self._responses)
+
+        translation = await self._bodies.read(request, translate)
+        return await self._parse_and_reply(request, ChatRequest, self._intake.chat, translation)
+
+    async def stored_response(self, request: web.Request) -> web.Response:
+        """Answer for a stored response."""
+        id = request.match_info["id"]
+        return _json(answer_stored(self._responses, fleet_tenant(), request.method, id))
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        """Return the number of a message's tokens."""
+        message = await self._bodies.read(request, lambda data: Messages(data, "", counts=True))
+        body = decode(TokenizeRequest, message.tokenize_body())
+        return _json({"input_tokens": len(await self._tokens_of(body))})
+
     async def _parse_and_reply(
         self,
         request: web.Request,
         kind: type[_R],
         begin: Callable[[_R, str, str, RequestTrace | None], Awaitable[Reply]],
+        translation: ChatTranslation | None = None,
     ) -> web.StreamResponse:
         with ReplyTrace(self._tracer, request.headers) as spans:
-            parsed = await self._bodies.read(request, partial(known, kind))
+            if translation is None:
+                parsed = await self._bodies.read(request, partial(known, kind))
+            else:
+                parsed = known(kind, translation.body)
             headers = self._unknown.judge(parsed.unknown)
             id, wanted = _id(request, parsed.request.request_id), parsed.request
             spans.phase("receive")
@@ -168,29 +208,34 @@ class Routes:
             reply = await begin(wanted, id, fleet_tenant(), spans.trace)
             headers |= shown
             spans.take(reply)
-            return await self._send(request, reply, headers, spans.trace_id)
+            return await self._send(request, reply, headers, spans.trace_id, translation)
 
     async def _send(
-        self, request: web.Request, reply: Reply, headers: dict[str, str], trace_id: str
-    ) -> web.StreamResponse:
+        self, request: web.Request, reply: Reply, headers: dict[str, str], trace_id: str,
+        translation: ChatTranslation | None,
+    ) -> web.StreamResponse:  # fmt: skip
         note_request(reply.id, trace_id)
         try:
             with traced(reply.id, trace_id):
                 if reply.options.stream:
-                    return await self._stream(request, reply, headers)
+                    return await self._stream(request, reply, headers, translation)
                 while not reply.done:
                     await reply.wait()
             if (failure := reply.error) is not None:
                 raise failure
-            return web.Response(body=reply.body(), content_type="application/json", headers=headers)
+            body = reply.body()
+            body = body if translation is None else translation.whole(body)
+            return web.Response(body=body, content_type="application/json", headers=headers)
         finally:
             # Also on disconnect: stop computing its requests.
             self._service.cancel(reply)
             _describe(reply, trace_id)
 
     async def _stream(
-        self, request: web.Request, reply: Reply, headers: dict[str, str]
-    ) -> web.StreamResponse:
+        self, request: web.Request, reply: Reply, headers: dict[str, str],
+        translation: ChatTranslation | None,
+    ) -> web.StreamResponse:  # fmt: skip
+        feed = bytes if translation is None else translation.feed
         await reply.wait()
         if (failure := reply.error) is not None:
             raise failure  # before the first byte, the status can still be set
@@ -204,13 +249,13 @@ class Routes:
             ended, error = reply.done, reply.error
             data += reply.take_frames()
             if error is not None:
-                await response.write(data + frame(error.body()) + DONE)
+                await response.write(feed(data + frame(error.body()) + DONE))
                 break
             if ended:
-                await response.write(data + reply.closing())
+                await response.write(feed(data + reply.closing()))
                 break
             if data:
-                await response.write(data)
+                await response.write(feed(data))
             data = b""
             await reply.wait()
         await response.write_eof()
@@ -324,14 +369,7 @@ class Routes:
         self._intake.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("Give prompt or messages, and only one of them.", "prompt")
-        if body.messages is not None:
-            request_validation.check_messages(body.messages)
-            tokens = await self._intake.prompts.encode(
-                self._intake.prompts.render(body), bool(body.add_special_tokens)
-            )
-        else:
-            text = body.prompt or ""
-            tokens = await self._intake.prompts.encode(text, body.add_special_tokens is not False)
+        tokens = await self._tokens_of(body)
         names = [self._model.tokenizer.name(token) for token in tokens]
         return _json(
             {
@@ -341,6 +379,13 @@ class Routes:
                 "token_strs": names if body.return_token_strs else None,
             }
         )
+
+    async def _tokens_of(self, body: TokenizeRequest) -> list[int]:
+        prompts = self._intake.prompts
+        if body.messages is None:
+            return await prompts.encode(body.prompt or "", body.add_special_tokens is not False)
+        request_validation.check_messages(body.messages)
+        return await prompts.encode(prompts.render(body), bool(body.add_special_tokens))
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """Return the text of tokens."""
@@ -386,18 +431,19 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
             raise too_many_connections()
         response = await handler(request)
     except APIError as error:
-        response = _error(error)
+        response = _error(error, request)
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        response = _error(_explain(error, request))
+        response = _error(_explain(error, request), request)
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
     except (ConnectionError, asyncio.CancelledError):
         raise  # the client went away
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
-        response = _error(APIError(500, "The server failed on this request; its log says how."))
+        failure = APIError(500, "The server failed on this request; its log says how.")
+        response = _error(failure, request)
     return response
 
 
@@ -407,8 +453,9 @@ def _explain(error: web.HTTPException, request: web.Request) -> APIError:
     return http_error(error.status, request.method, request.path, error.reason)
 
 
-def _error(error: APIError) -> web.Response:
-    response = web.Response(status=error.status, body=error.body(), content_type="application/json")
+def _error(error: APIError, request: web.Request) -> web.Response:
+    body = error_body(error) if request.path.startswith(MESSAGES) else error.body()
+    response = web.Response(status=error.status, body=body, content_type="application/json")
     response.headers.update(error.headers)
     return response
 

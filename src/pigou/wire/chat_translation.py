@@ -1,0 +1,162 @@
+"""Chats in the words of another API: the chat's body, and its reply translated back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from pigou.wire.errors import bad_field, decoded
+from pigou.wire.openai_replies import Json, encode
+from pigou.wire.openai_requests import without_bom
+from pigou.wire.sse import DONE_PAYLOAD, Reader
+
+object_decoder = msgspec.json.Decoder(dict[str, Any])
+PartKind: TypeAlias = Literal["reasoning", "text", "call"]
+Step: TypeAlias = Literal["begin", "start", "delta", "close", "end"]
+
+
+@dataclass(slots=True)
+class ReplyPart:
+    """ReplyPart of a reply: reasoning, text, or a tool call."""
+
+    kind: PartKind
+    index: int  # position in the reply
+    call: str = ""  # id of a call
+    name: str = ""  # function of a call
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Text, or a call's arguments."""
+        return "".join(self.pieces)
+
+
+class ChatTranslation(ABC):
+    """One request: `body` is the chat's; its reply comes back by `whole`, or by `feed`."""
+
+    def __init__(self, chat: Json) -> None:
+        if chat.get("stream"):
+            chat["stream_options"] = {"include_usage": True}
+        self.body = encode(chat)
+        self.parts: list[ReplyPart] = []
+        self.model, self.created = "", 0
+        self.finish: str | None = None
+        self.stop: str | int | None = None  # the stop string that ended it
+        self._usage: Json = {}
+        self._reader = Reader()
+        self._begun = False
+        self._open: ReplyPart | None = None
+
+    @abstractmethod
+    def result(self) -> Json:
+        """Return the whole reply."""
+
+    @abstractmethod
+    def render(self, step: Step, part: ReplyPart | None = None, text: str = "") -> Iterable[bytes]:
+        """Return the events of a stream's step; `part` is given between begin and end."""
+
+    @abstractmethod
+    def fail(self, error: Json) -> Iterable[bytes]:
+        """Return the events that end a stream with an error."""
+
+    def whole(self, reply: bytes) -> bytes:
+        """Return the translated JSON of a chat's reply that is not streamed."""
+        list(self._take(object_decoder.decode(reply), "message"))
+        return encode(self.result())
+
+    def feed(self, frames: bytes) -> bytes:
+        """Return the translated events of a chat's streamed frames."""
+        payloads = self._reader.feed(frames)
+        return b"".join(event for payload in payloads for event in self._events(payload))
+
+    def tokens(self, *path: str) -> int:
+        """Return a count of the chat's usage; 0 if absent."""
+        value: Any = self._usage
+        for name in path:
+            value = value.get(name) if isinstance(value, dict) else None
+        return value if isinstance(value, int) else 0
+
+    def _events(self, payload: bytes) -> Iterator[bytes]:
+        if payload.strip() == DONE_PAYLOAD:
+            if self.finish is not None:
+                yield from self._close()
+                yield from self.render("end")
+            return
+        chunk = object_decoder.decode(payload)
+        if error := chunk.get("error"):
+            yield from self.fail(error)
+            return
+        if not self._begun:
+            self.model, self.created = chunk.get("model") or "", chunk.get("created") or 0
+            self._begun = True
+            yield from self.render("begin")
+        yield from self._take(chunk, "delta")
+
+    def _take(self, body: Json, kind: str) -> Iterator[bytes]:
+        self.model, self.created = body.get("model") or self.model, body.get("created") or 0
+        self._usage = body.get("usage") or self._usage
+        for choice in body.get("choices") or ():
+            said = choice.get(kind) or {}
+            yield from self._add(
+                said.get("reasoning") or said.get("reasoning_content"), "reasoning"
+            )
+            yield from self._add(said.get("content"), "text")
+            for call in said.get("tool_calls") or ():
+                function = call.get("function") or {}
+                if name := function.get("name"):
+                    yield from self._start("call", call.get("id") or "", name)
+                yield from self._add(function.get("arguments"), "call")
+            self.finish = choice.get("finish_reason") or self.finish
+            self.stop = choice.get("stop_reason") or self.stop
+
+    def _add(self, text: str | None, kind: PartKind) -> Iterator[bytes]:
+        if not text:
+            return
+        if self._open is None or self._open.kind != kind:
+            yield from self._start(kind)
+        assert self._open is not None
+        self._open.pieces.append(text)
+        yield from self.render("delta", self._open, text)
+
+    def _start(self, kind: PartKind, call: str = "", name: str = "") -> Iterator[bytes]:
+        yield from self._close()
+        self._open = ReplyPart(kind, len(self.parts), call, name)
+        self.parts.append(self._open)
+        yield from self.render("start", self._open)
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open is not None:
+            yield from self.render("close", self._open)
+        self._open = None
+
+
+def read_fields(
+    data: bytes, decoder: msgspec.json.Decoder[Any], refused: dict[str, str]
+) -> tuple[Any, Json]:
+    """Decode a request's own fields, and the others, which are the chat's; raises APIError 400."""
+    data = without_bom(data)
+    fields = decoded(decoder, data)
+    rest = object_decoder.decode(data)
+    for name, remedy in refused.items():
+        if rest.pop(name, None) not in (None, False, [], {}):
+            raise bad_field(name, f"is refused: {remedy}.")
+    return fields, {k: v for k, v in rest.items() if k not in fields.__struct_fields__}
+
+
+def event(kind: str, fields: Json) -> bytes:
+    """Return a named server-sent event, whose data names its type as well."""
+    return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind, **fields}) + b"\n\n"
+
+
+def call_of(id: Any, name: Any, arguments: Any) -> Json:
+    """Return a tool call of a chat's message."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def thinking(wanted: bool) -> Json:
+    """Return template variables that switch reasoning, by both names that templates read."""
+    return {"enable_thinking": wanted, "thinking": wanted}
