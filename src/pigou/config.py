@@ -251,6 +251,10 @@ class EvictionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return self.policy in BY_PRICE
 
 
+#: A `step_interval` that never ends.
+NEVER = 1 << 62
+
+
 class EplbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Balancing of experts, by vLLM's names."""
 
@@ -311,6 +315,16 @@ def read_speculation(text: str) -> SpeculativeConfig:
         raise ConfigError(
             f"speculative_config is {text!r}: {error}; methods are ngram and draft_model, not "
             "eagle, medusa or mtp"
+        ) from None
+
+
+def read_eplb(text: str) -> EplbConfig:
+    """Read vLLM's `--eplb-config`, a JSON object; raises ConfigError."""
+    try:
+        return msgspec.json.decode(text or "{}", type=EplbConfig)
+    except (msgspec.ValidationError, msgspec.DecodeError, ConfigError) as error:
+        raise ConfigError(
+            f"eplb_config is {text!r}: {error}; keys are {', '.join(EplbConfig.__struct_fields__)}"
         ) from None
 
 

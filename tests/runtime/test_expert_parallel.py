@@ -16,13 +16,12 @@ from test_experts import make_experts, make_products
 from tests.lib.examples import examples
 from tests.lib.ranks import run_ranks
 
-from pigou.config import ConfigError, EngineConfig, EplbConfig
+from pigou.config import NEVER, ConfigError, EngineConfig, EplbConfig
 from pigou.models import ModelError
 from pigou.request import SamplingParams
 from pigou.runtime.local_engine import LocalEngine
 from pigou.runtime.models import expert_parallel
 from pigou.runtime.models.expert_parallel import (
-    NEVER,
     ExpertSlots,
     expert_loads,
     share_tokens,

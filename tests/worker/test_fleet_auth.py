@@ -24,7 +24,7 @@ PROMPT = [4 + i % 90 for i in range(200)]
 ROUTES = [
     ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/v1/kv/offer"),
     ("GET", "/v1/models"), ("GET", "/v1/models/tiny"), ("GET", "/metrics"), ("GET", "/version"),
-    ("GET", "/load"), ("GET", "/server_info"), ("GET", "/kv_event_sources"),
+    ("GET", "/load"), ("GET", "/server_info"), ("GET", "/experts"), ("GET", "/kv_event_sources"),
     ("POST", "/reset_prefix_cache"), ("POST", "/tokenize"), ("POST", "/detokenize"),
     ("GET", "/nowhere"), ("DELETE", "/v1/models"),
 ]  # fmt: skip

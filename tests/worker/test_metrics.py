@@ -11,7 +11,7 @@ from tests.gateway.metric_rules import CONTRACT, complaints, promtool_complaints
 
 from pigou.models.read import architecture
 from pigou.worker.device_use import estimate_of
-from pigou.worker.metrics import TIER_ROWS, WorkerMetrics
+from pigou.worker.metrics import _EXPERT_ROWS, TIER_ROWS, WorkerMetrics
 
 
 def _page() -> str:
@@ -44,4 +44,5 @@ def test_every_metric_of_a_worker_is_documented() -> None:
     exported = {each.name + "_total" * (each.type == "counter") for each in families}
     tiers = {row.name + "_total" * row.counter for row in TIER_ROWS}
     counters = {"pigou_device_energy_joules_total"}  # where the device has one
-    assert exported | tiers | counters == named
+    experts = {row.name + "_total" * row.counter for row in _EXPERT_ROWS}  # where the model has any
+    assert exported | tiers | counters | experts == named

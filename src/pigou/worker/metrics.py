@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from prometheus_client import Counter, generate_latest
@@ -170,6 +171,22 @@ _ENERGY_ROWS = _counters(
 )  # fmt: skip
 
 
+#: Rows read from `ExpertLoads.report`, of the last 1,000 to 2,000 steps.
+_EXPERT_ROWS = (
+    Row("pigou_expert_imbalance",
+        "(max - mean) / mean of the experts' tokens, mean of the layers.", "imbalance"),
+    Row("pigou_expert_rank_imbalance",
+        "(max - mean) / mean of the tokens of the processes that share experts.",
+        "rank_imbalance"),
+    Row("pigou_experts_activated", "Experts of a layer that a step reads.", "activated_per_step"),
+    *_counters(
+        ("pigou_expert_tokens", "Tokens given to experts, each once per expert and layer.",
+         "tokens"),
+        ("pigou_experts_moved", "Experts that processes fetched to balance loads.", "moved"),
+    ),
+)  # fmt: skip
+
+
 class WorkerMetrics(MetricSet):
     """Counts requests, tokens and steps; event loop only."""
 
@@ -240,6 +257,11 @@ class WorkerMetrics(MetricSet):
             _POSITION_ROWS,
             lambda: [((str(at),), int(count)) for at, count in enumerate(positions)], "position",
         )  # fmt: skip
+
+    def show_experts(self, report: Callable[[], dict[str, Any]]) -> None:
+        """Register loads of experts; figures that a report lacks are not shown."""
+        lacking = {"rank_imbalance": None, "moved": None}
+        self.show(_EXPERT_ROWS, lambda: [((), SimpleNamespace(**{**lacking, **report()}))])
 
     def show_energy(self, counter: EnergyCounter) -> None:
         """Register the device's energy use."""

@@ -93,6 +93,8 @@ class WorkerServer:
         )
         if core.drafts is not None:
             self._metrics.show_drafts(core.drafts)
+        if parts.experts is not None:
+            self._metrics.show_experts(parts.experts)
         if (energy := open_energy_counter(config.device)) is not None:
             self._metrics.show_energy(energy)
         self._events = self._publisher()
@@ -121,6 +123,7 @@ class WorkerServer:
             max_body=config.max_body, events=self._events, about=about,
             heartbeat=self.engine.heartbeat, background=self._background, tiers=self._tiers,
             unknown_fields=config.unknown_fields, secret=secret, tracer=self._tracer,
+            experts=parts.experts,
         )  # fmt: skip
         self._runner = web.AppRunner(
             routes.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0

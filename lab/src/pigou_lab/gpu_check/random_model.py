@@ -107,7 +107,7 @@ def write_checkpoint(
         load_decoder(parse_config(shape), weights, TorchOps())
         save_file(weights.tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = shape | {
-        "model_type": "qwen3",
+        "model_type": parse_config(shape).family,
         "eos_token_id": _END_TOKEN,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }

@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pigou.config import EplbConfig
+from pigou.config import NEVER, EplbConfig
 from pigou.models import ModelError
-from pigou.placement.expert_placement import ExpertRanks, rebalance
+from pigou.placement.expert_placement import ExpertRanks, imbalance, rank_loads, rebalance
 from pigou.runtime.models.experts import ExpertLoads, Experts, Products
 from pigou.runtime.models.model_config import ModelConfig
 from pigou.runtime.parallel import Group
@@ -29,8 +31,6 @@ Slots = NDArray[np.int64]
 KNEE = 16.0
 #: Parts in which the tokens of an expert are shared out among its copies.
 _PARTS = 8
-#: A `step_interval` that never ends.
-NEVER = 1 << 62
 #: Least imbalance of a layer's ranks, (max - mean) / mean, to move experts.
 _IMBALANCE = 0.2
 
@@ -211,6 +211,7 @@ class ExpertParallel(ExpertLoads):
         self.group, self.config = group, config
         self.moved = 0  # experts moved since the start
         self._experts: list[Experts] = []
+        self._slots: list[ExpertSlots] = []
         self._mark = self.totals.clone()  # total loads when the window began
 
     def add(self, layer: int) -> Experts:
@@ -221,6 +222,7 @@ class ExpertParallel(ExpertLoads):
         slots = ExpertSlots(self.group, placement, count)
         experts.spread, experts.held = slots, slots.held
         self._experts.append(experts)
+        self._slots.append(slots)
         return experts
 
     def begin_step(self) -> None:
@@ -236,12 +238,21 @@ class ExpertParallel(ExpertLoads):
             self._mark = self.totals.clone()
         super().begin_step()
 
+    def report(self) -> dict[str, Any]:
+        """Return figures by name, the window's tokens, and the expert of each slot by layer."""
+        report, placements = super().report(), [slots.placement for slots in self._slots]
+        ranks = [
+            imbalance(rank_loads(placement, tokens, self.group.size))
+            for placement, tokens in zip(placements, report["window_tokens"], strict=True)
+        ]
+        placed = [placement.tolist() for placement in placements]
+        more = {"rank_imbalance": float(np.mean(ranks)), "moved": self.moved, "placements": placed}
+        return {**report, "ranks": self.group.size, **more}
+
     def balance(self, loads: Slots) -> None:
         """Place the experts of all layers by their loads, (layers, experts), where that pays."""
         windows = max(1.0, self.config.step_interval / self.config.window_size)
-        for experts, tokens in zip(self._experts, loads, strict=True):
-            slots = experts.spread
-            assert isinstance(slots, ExpertSlots)
+        for experts, slots, tokens in zip(self._experts, self._slots, loads, strict=True):
             ranks = ExpertRanks(self.group.size, len(slots.placement))
             # In times of reading an expert: fetching one costs 1, a token 1 / KNEE.
             better = rebalance(
@@ -257,6 +268,8 @@ def expert_loads(
     model: ModelConfig, group: Group | None, config: EplbConfig | None
 ) -> Callable[[list[int], int, torch.device], ExpertLoads]:
     """Return what makes a model's loads: spread over a group if asked; raises ModelError."""
+    if config is not None:
+        config = msgspec.convert(config, EplbConfig, from_attributes=True)  # ranks get a mapping
     if config is not None and (model.experts is None or group is None):
         reason = "the model has no experts" if group else "it needs tensor_parallel_size above 1"
         raise ModelError(f"enable_expert_parallel is given, but {reason}; leave it out")

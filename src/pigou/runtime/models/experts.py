@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pigou.models import ModelError
+from pigou.placement.expert_placement import imbalance
 from pigou.runtime.models.linear import Linear, WeightMatrix
 from pigou.runtime.models.weights import WeightSource
 
@@ -300,6 +302,20 @@ class ExpertLoads:
         steps, totals, activated = self._starts[0]
         hit = self.activated - activated
         return self.steps - steps, (self.totals - totals).cpu(), hit.flatten().cpu()
+
+    def report(self) -> dict[str, Any]:
+        """Return figures by name, and the window's tokens by layer and expert; waits for CUDA."""
+        steps, tokens, hit = self.window()
+        return {
+            "steps": self.steps,
+            "window_steps": steps,
+            "tokens": int(self.totals.sum()),
+            "imbalance": float(np.mean([imbalance(row) for row in tokens.numpy()])),
+            "activated_per_step": float(hit.double().mean()) / max(steps, 1),
+            "layers": self.layers,
+            "window_tokens": tokens.tolist(),
+            "window_activated": hit.tolist(),
+        }
 
 
 # --- modules of transformers ----------------------------------------------------------------------

@@ -90,6 +90,7 @@ class WorkerParts:
     # runs the startup profile and measures memory; None for the mock backend.
     measure: Callable[..., tuple[tuple[Rehearsed, ...], MemoryReport]] | None = None
     memory_report: MemoryReport | None = None  # result of `measure`
+    experts: Callable[[], dict[str, Any]] | None = None  # reports loads; None without experts
 
 
 def build(config: WorkerConfig) -> WorkerParts:
@@ -177,8 +178,10 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
     pool = GrammarCompilePool(grammars, trials)
     name = str(loaded.dtype).removeprefix("torch.")
     shape_of_model = read_architecture(loaded.folder, dtype=name)
+    loads = getattr(loaded.decoder, "loads", None)
     return WorkerParts(
         model, core, executor, cache, memory, meter, pool, tiers=_open(tiers, cache),
+        experts=None if loads is None else loads.report,
         work=estimate_of(shape_of_model, device_name(loaded.device)),
         measure=partial(
             measured, device=loaded.device, weights=tensor_bytes(loaded.decoder),
