@@ -14,9 +14,14 @@ from pigou.config import ConfigError
 from pigou.models.gpus import gpu, kv_blocks
 from pigou.models.parallelism import ParallelConfig
 from pigou.models.read import architecture
+from pigou.sim.client import ClientConfig
+from pigou.sim.fleet_config import ScalingConfig, read_fleet
+from pigou.sim.setup import Setup
+from pigou.sim.simulation import Simulation, unlimited
 from pigou.sim.timing import RooflineTiming, StepShape
 from pigou.sim.timing_experts import activated, all_to_all_s, inclusion, read_expert_loads
 from pigou.sim.timing_models import build_timing
+from pigou.sim.workload import RequestLengths, renewal
 
 DEEPSEEK = architecture("deepseek-v3")
 EP72, EP144 = ParallelConfig(1, 72, True, 32), ParallelConfig(1, 144, True, 32)
@@ -107,8 +112,8 @@ def test_ranks_wait_for_the_slowest(rows: list[tuple[int, int]]) -> None:
         loads = [sum(c for c, _ in rank if c > 1) for rank in ranks]
         ranks[i % 4 if row[0] == 1 else loads.index(min(loads))].append(row)
     timing._dp = 1
-    experts = round(timing._experts(sum(c for c, _ in rows)) * 1e9)  # type: ignore[misc]
-    timing._experts = None
+    experts = round(timing.experts(sum(c for c, _ in rows)) * 1e9)  # type: ignore[misc]
+    timing.experts = None
     alone = [timing.durations(batch([c for c, _ in r], [k for _, k in r]), 3) for r in ranks]
     assert (made == np.max(alone, axis=0) + experts).all()
 
@@ -192,3 +197,22 @@ def test_a_file_has_loads_of_experts_or_of_each_layer(tmp_path: Path) -> None:
         file.write_text(json.dumps(wrong))
         with pytest.raises(ConfigError, match="expert_load is"):
             read_expert_loads(str(file), 4)
+
+
+def test_the_planner_of_a_simulated_fleet_sees_hot_experts_and_proposes_copies() -> None:
+    lengths = RequestLengths(input=(200, 400), output=(20, 40))
+    load = renewal(lengths, 10.0, 1.0, 150, 0.0, 0)
+    setups = {
+        name: Setup(model="qwen3-30b-a3b", gpu="H100", dp=8, ep=True, expert_load=name)
+        for name in ("zipf:0.9", "uniform")
+    }
+    scaling = ScalingConfig(planner={"planner": "price"}, max_workers=1, slo="ttft=1,itl=0.05")
+    advice = {}
+    for name, setup in setups.items():
+        simulation = Simulation(
+            load, read_fleet("1xboth"), setup, unlimited(), ClientConfig(), scaling=scaling
+        )
+        planner = simulation.run().document()["planner"]
+        advice[name] = [reason for made in planner["decisions"] for reason in made["reasons"]]
+    assert any("slowest rank of both-0" in reason for reason in advice["zipf:0.9"])
+    assert not any("slowest rank" in reason for reason in advice["uniform"])

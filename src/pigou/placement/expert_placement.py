@@ -23,6 +23,8 @@ Slots = NDArray[np.int64]
 Packing = Callable[[ArrayLike, int], Slots]
 #: Exchanges of a packing at most, and largest table of exchanges of two for two.
 _MAX_EXCHANGES, _MAX_PAIRS = 1000, 400_000
+#: Imbalance of ranks above which moves are considered.
+UNEVEN = 0.2
 #: An exchange must lower the load by a billionth; a thousandth above the bound is near enough.
 _LESS, _NEAR = 1.0 - 1e-9, 1.001
 
@@ -208,7 +210,7 @@ class Rebalance:
 
 def rebalance(
     current: Slots, loads: ArrayLike, ranks: ExpertRanks, *, expert_bytes: float,
-    bytes_per_s: float, horizon_s: float, threshold: float = 0.2,
+    bytes_per_s: float, horizon_s: float, threshold: float = UNEVEN,
 ) -> Rebalance | None:  # fmt: skip
     """Return the placement of most worth for a layer, or None if no move pays.
 

@@ -342,6 +342,7 @@ class Scaling:
         self, planner: Planner, fleets: Sequence[ScaledFleet], clock: Clock, config: ScalingConfig
     ) -> None:
         self.decisions: list[dict[str, Any]] = []
+        self._advice: tuple[str, ...] = ()  # moves of experts that the last decision chose
         self.replicas: list[dict[str, Any]] = []
         self._planner, self._fleets = planner, tuple(fleets)
         self._managed = ScaledFleets(self._fleets)
@@ -394,8 +395,10 @@ class Scaling:
         results = [carry_out(action, self._managed, now, limit) for action in decision.actions]
         refusals = [refusal for refusal in results if refusal]
         self.peak_workers = max(self.peak_workers, self.size)
-        if decision.actions:
+        advice = tuple(a.move for a in decision.alternatives if a.chosen and a.reason)
+        if decision.actions or advice != self._advice:
             self.decisions.append(_entry(decision, refusals))
+        self._advice = advice
         self._record(now)
         self._clock.at(now + self._interval_ns, Phase.TICK, _PLANNER_KEY, self._plan)
 

@@ -268,7 +268,8 @@ class RooflineTiming:
     ) -> None:  # fmt: skip
         split = parallel_config(gpus)
         check_parallel(split, model, device)
-        tp, self._dp, self._experts = split.tp, split.dp, None
+        tp, self._dp = split.tp, split.dp
+        self.experts: ExpertTiming | None = None  # where timed apart
         self._equal_ranks = 1  # ranks that compute as much as the one that is timed
         self._products = _products(model, device, split)
         if split.ep or split.dp > 1 or (model.experts and expert_loads is not None):
@@ -276,7 +277,7 @@ class RooflineTiming:
             rows = self._products[spread]
             counts = np.array([model.kinds[int(row[KIND])].count for row in rows])
             self._products = self._products[~spread]
-            self._experts = ExpertTiming(
+            self.experts = ExpertTiming(
                 model, device, split, expert_loads,
                 np.column_stack([counts, rows[:, [KIND, FLOPS, IO_BYTES, WEIGHT_BYTES]]]),
                 (_flop_s(model, device), _byte_s(device)), eplb=eplb,
@@ -306,8 +307,8 @@ class RooflineTiming:
                 self._products, self._kinds, self._caches, self._rates, np.empty_like(durations),
                 durations,
             )  # fmt: skip
-        if self._experts is not None:
-            durations += round(self._experts(batch.tokens * self._equal_ranks) * SECOND)
+        if self.experts is not None:
+            durations += round(self.experts(batch.tokens * self._equal_ranks) * SECOND)
         return durations
 
 

@@ -33,6 +33,7 @@ from pigou.placement.expert_placement import (
     rank_loads,
 )
 from pigou.small_file import read_bytes
+from pigou.windows.planner_window import ExpertWindow
 from pigou.wire.errors import DECODING_ERRORS
 
 Floats = NDArray[np.float64]
@@ -138,14 +139,18 @@ class ExpertTiming:
         """
         every = np.ones((1, model.experts)) if loads is None else loads
         self.seconds = np.zeros(len(_TOKENS))
-        self.imbalance = 0.0  # mean over layers of the ranks' expected tokens
+        self._ranks, self._uneven = split.gpus, -1.0
+        self._move_s = model.expert_bytes / (
+            device.link_bandwidth if split.gpus <= device.link_gpus else device.network_bandwidth
+        )
         rng = np.random.default_rng(0)
         for weights in every:
             chosen = inclusion(weights, model.active)
             if split.ep:
                 ranks = ExpertRanks(split.gpus, model.experts + split.redundant_experts)
                 slots = _slots(weights, ranks, balanced=eplb)
-                self.imbalance += imbalance(rank_loads(slots, chosen, ranks.ranks)) / len(every)
+                if (uneven := imbalance(rank_loads(slots, chosen, ranks.ranks))) > self._uneven:
+                    self._uneven, self._chosen, self._placement = uneven, chosen, slots
                 draws = -(-_DRAWS // len(every))
                 tokens, read = _drawn(chosen, slots, ranks.ranks, draws, rng)
             else:
@@ -169,6 +174,16 @@ class ExpertTiming:
         if tokens >= _TOKENS[-1]:
             return float(self.seconds[-1] * tokens / _TOKENS[-1])
         return float(np.interp(tokens, _TOKENS, self.seconds))
+
+    def window(self, tokens: float, steps: int, seconds: float) -> ExpertWindow | None:
+        """Return a worker's report of `steps` steps of `tokens` tokens each; None without EP."""
+        if self._uneven < 0.0 or not steps:
+            return None
+        return ExpertWindow(
+            loads=tuple((self._chosen * tokens * steps).tolist()),
+            placement=tuple(self._placement.tolist()), ranks=self._ranks,
+            busy=min(self(max(round(tokens), 1)) * steps / seconds, 1.0), move_s=self._move_s,
+        )  # fmt: skip
 
 
 def _slots(weights: Floats, ranks: ExpertRanks, *, balanced: bool) -> Slots:

@@ -182,10 +182,16 @@ class WindowMeter:
         )
         new_steps, new_busy_ns = steps - before.steps, busy_ns - before.busy_ns
         decoded = worker.info.role is not Role.PREFILL and new_steps > 0
+        prompts = max(0, meter.prefill_tokens - before.prefill_tokens)
+        seconds = max(now - self._builder.last_ns, 1) / SECOND
+        experts = getattr(worker.spec.timing, "experts", None)
+        if experts is not None:
+            tokens = prompts / max(new_steps, 1) + (running if decoded else 0)
+            experts = experts.window(tokens, new_steps, seconds)
         # After a restart counters begin anew, and nothing of the window is known.
         return self._builder.worker(
             life, worker.info, self._plane, row,
-            max(0, meter.prefill_tokens - before.prefill_tokens),
+            prompts,
             waiting=waiting,
             running=running,
             kv_usage=usage,
@@ -193,4 +199,5 @@ class WindowMeter:
             prefill_s=max(0, meter.prefill_ns - before.prefill_ns) / SECOND,
             itl_s=new_busy_ns / new_steps / SECOND if decoded else None,
             cpu_usage=max(0, new_busy_ns) / max(now - self._builder.last_ns, 1),
+            experts=experts,
         )  # fmt: skip

@@ -18,6 +18,16 @@ class WorkerState(StrEnum):
     DRAINING = "draining"
 
 
+class ExpertWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Routed experts of a worker over one window, in the layer whose ranks are most uneven."""
+
+    loads: tuple[float, ...]  # tokens of each expert
+    placement: tuple[int, ...]  # expert of each slot; ranks have as many each, in order
+    ranks: int
+    busy: float  # seconds a second that the slowest rank spends on experts, over all layers
+    move_s: float  # seconds in which a rank fetches an expert, of all layers
+
+
 class WorkerWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One worker over one window: means over it, else values at its end; None if unknown."""
 
@@ -43,6 +53,7 @@ class WorkerWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     # uncached tokens of prompts that are cheapest there while no prefill worker has a queue
     routed_tokens: float | None = None
     location: Location = UNKNOWN_LOCATION  # node labels; empty if unknown
+    experts: ExpertWindow | None = None  # with expert parallelism
 
 
 class PoolWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 import msgspec
+import numpy as np
 
 from pigou.control.planner.messages import (
     Action,
@@ -21,12 +22,20 @@ from pigou.control.planner.messages import (
 )
 from pigou.control.planner.price.frontier import ModelPlan
 from pigou.control.planner.price.model_state import ModelState
-from pigou.control.planner.price.terms import COOL, HOT, PricePlannerParams, idle, rent
+from pigou.control.planner.price.terms import COOL, HOT, MAX_COPIES, PricePlannerParams, idle, rent
 from pigou.control.planner.price.transition import PoolMembership
 from pigou.objectives import ProvisioningTimes
 from pigou.performance.model import PoolLatency, joint_share
+from pigou.placement.expert_placement import (
+    UNEVEN,
+    ExpertRanks,
+    balance,
+    imbalance,
+    keep_slots,
+    rank_loads,
+)
 from pigou.request import Role
-from pigou.windows.planner_window import PlannerWindow, PoolWindow, WorkerState
+from pigou.windows.planner_window import ExpertWindow, PlannerWindow, PoolWindow, WorkerState
 
 
 class DecisionExplanation:
@@ -72,6 +81,7 @@ class DecisionExplanation:
                 )
             )
             alternatives += self._alternatives(plan, pool, counts, price, actions)
+        alternatives += hot_experts(window, self._params.horizon_s)
         alternatives.sort(key=lambda alternative: not alternative.chosen)
         hot = [
             f"{hot.pool}: {hot.worker} is full while its pool is not"
@@ -86,7 +96,7 @@ class DecisionExplanation:
             pools=tuple(plans),
             alternatives=tuple(alternatives),
             shadow_price=shadow_price,
-            reasons=tuple(hot),
+            reasons=(*hot, *(a.reason for a in alternatives if a.chosen and a.reason)),
         )
 
     def _latency(self, plan: ModelPlan, pool: PoolWindow, count: int) -> PoolLatency:
@@ -190,6 +200,63 @@ def hot_workers(window: PlannerWindow) -> tuple[RebalancePool, ...]:
         if usage >= HOT and mean < COOL:
             advice.append(RebalancePool(pool.name, worker))
     return tuple(advice)
+
+
+def hot_experts(window: PlannerWindow, horizon_s: float) -> list[Alternative]:
+    """Return advice for workers whose ranks are uneven: copies of hot experts, where they pay.
+
+    value = n s (1 - M' / M), price = n m e / T: n streams wait s seconds a second for the slowest
+    rank, of load M; a placement of load M' fetches m experts of e seconds, and pays back in T.
+    """
+    advice = []
+    for pool in window.pools:
+        for worker in pool.in_state(WorkerState.READY):
+            if (experts := worker.experts) is None:
+                continue
+            copies = _copies(experts)
+            if copies is None:
+                continue
+            more, moved, before, after, hottest = copies
+            streams = worker.mean_running or float(worker.running or 1)
+            value = streams * experts.busy * (1.0 - (1.0 + after) / (1.0 + before))
+            price = streams * moved * experts.move_s / horizon_s
+            names = ", ".join(str(expert) for expert in hottest)
+            advice.append(
+                Alternative(
+                    move=f"copy {more} more experts of {worker.id}" if more else
+                    f"move {moved} experts of {worker.id}",
+                    value=value, price=price, chosen=value > price,
+                    reason=f"{pool.name}: the slowest rank of {worker.id} has {before:.0%} above "
+                    f"the mean, {after:.0%} with {more} more copies (hottest: {names})",
+                )
+            )  # fmt: skip
+    return advice
+
+
+def _copies(experts: ExpertWindow) -> tuple[int, int, float, float, list[int]] | None:
+    """Return the fewest further slots that even out ranks, experts moved, and the imbalances.
+
+    None where ranks are even. No further slots halve the imbalance: the best so far is taken.
+    """
+    loads, slots = np.array(experts.loads), np.array(experts.placement)
+    before = imbalance(rank_loads(slots, loads, experts.ranks))
+    if before <= UNEVEN:
+        return None
+    best: tuple[int, int, float] | None = None
+    held = slots.reshape(experts.ranks, -1)
+    for copies in range(MAX_COPIES + 1):
+        ranks = ExpertRanks(experts.ranks, len(slots) + copies * experts.ranks)
+        wanted = balance(loads, ranks)
+        after = imbalance(rank_loads(wanted, loads, experts.ranks))
+        if best is None or after < 0.5 * best[2]:
+            grown = np.concatenate([held, np.repeat(held[:, :1], copies, axis=1)], axis=1)
+            moved = keep_slots(wanted, grown.ravel(), ranks)[1]
+            best = (copies * experts.ranks, moved, after)
+        if after <= UNEVEN:
+            break
+    assert best is not None
+    per_copy = loads / np.bincount(slots, minlength=len(loads))
+    return best[0], best[1], before, best[2], np.argsort(-per_copy)[:3].tolist()
 
 
 def _finite(value: float) -> float | None:

@@ -62,6 +62,8 @@ MIN_ROUTED, ROUTES_RISE, ROUTES_FALL = 50.0, 1.25, 1.5
 MIN_REMOTE = 0.05
 #: KV usage of a full worker, and the highest pool mean beside it.
 HOT, COOL = 0.9, 0.5
+#: Further slots of each rank that are tried for copies of hot experts.
+MAX_COPIES = 8
 #: Relative error of rounding in a capacity.
 ROUNDING = 1e-12
 #: Relative tolerance of the shadow price.
