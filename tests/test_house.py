@@ -296,11 +296,12 @@ def parameters(function: Function) -> int:
 
 
 def wide_functions() -> list[str]:
+    """Return functions of more than `MAX_PARAMETERS`; kernels of GPUs take pointers one by one."""
     return [
         f"{path.relative_to(ROOT)}:{function.lineno} {function.name} has {parameters(function)}"
         for path in [*modules(), *lab_modules()]
         for function in functions(path)
-        if parameters(function) > MAX_PARAMETERS
+        if parameters(function) > MAX_PARAMETERS and path.name != "triton_kernels.py"
     ]
 
 

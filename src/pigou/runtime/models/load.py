@@ -15,10 +15,12 @@ from pigou.kv.block import KVLayout
 from pigou.models import ModelError
 from pigou.request import Ints, SamplingParams
 from pigou.runtime.attention.cpu_attention import CPUAttention
+from pigou.runtime.attention.cuda_attention import CUDAAttention
 from pigou.runtime.attention.kv_cache import DTYPES, KVCache, make_layout
 from pigou.runtime.attention.paged_attention import PagedAttention
 from pigou.runtime.executor import TorchExecutor
 from pigou.runtime.lora import LoRABank
+from pigou.runtime.models.decode_graphs import DecodeGraphs
 from pigou.runtime.models.decoder import DecoderModel, load_decoder
 from pigou.runtime.models.expert_parallel import expert_loads
 from pigou.runtime.models.model_config import ModelConfig, read_config
@@ -70,8 +72,9 @@ class LoadedModel:
     def attention(self, cache: KVCache, tables: Ints, max_model_len: int) -> PagedAttention:
         """Build the attention of this rank's heads."""
         config = self.decoder.config
-        kind = CPUAttention if CPUAttention.supports(config, cache) else PagedAttention
-        return kind(config, cache, tables, max_model_len)
+        kinds: tuple[type[CPUAttention | CUDAAttention], ...] = (CPUAttention, CUDAAttention)
+        fast = (kind for kind in kinds if kind.supports(config, cache))
+        return next(fast, PagedAttention)(config, cache, tables, max_model_len)
 
     def executor(
         self,
@@ -80,8 +83,13 @@ class LoadedModel:
         max_model_len: int,
         eviction: EvictionConfig | None = None,
         lora: LoRABank | None = None,
+        enforce_eager: bool = False,
     ) -> TorchExecutor:
-        """Build an executor over an empty cache; raises ModelError or ConfigError."""
+        """Build an executor over an empty cache; raises ModelError or ConfigError.
+
+        On CUDA decode steps are graphs unless `enforce_eager`, or a step's work depends on more
+        than its tokens: adapters, token eviction, other ranks.
+        """
         if max_model_len > self.config.context:
             raise ModelError(
                 f"max_model_len is {max_model_len}, but {self.name} has a context of "
@@ -93,8 +101,12 @@ class LoadedModel:
             setting = EvictionContext(eviction, self.config, self.folder, attention.turns)
             policy = load_policy(eviction.policy, setting)
             evictor = Evictor(policy, eviction, cache, tables, self.config.group)
+        model, graphs = self.decoder, None
+        fixed = evictor is None and lora is None and self.shard is None
+        if isinstance(attention, CUDAAttention) and fixed and not enforce_eager:
+            model = graphs = DecodeGraphs(self.decoder, attention, len(tables))
         executor = TorchExecutor(
-            model=self.decoder,
+            model=model,
             cache=cache,
             tables=tables,
             attention=attention,
@@ -105,6 +117,8 @@ class LoadedModel:
         )
         if max_model_len >= WARM_UP_TOKENS:
             warm_up(executor)
+            if graphs is not None:
+                graphs.capture()
         return executor
 
 
