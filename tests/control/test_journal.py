@@ -29,6 +29,7 @@ from pigou.control.journal import (
     report_tokens,
 )
 from pigou.control.messages import (
+    AdapterReport,
     Assessed,
     CacheChanged,
     CacheKeyed,
@@ -92,6 +93,7 @@ SAMPLES: dict[type, Recorded] = {
         CacheKeyed("w", ()),
         CacheLost("w"),
         LoadReport("w", 1, 2, 0.375),
+        AdapterReport("w", 2, ("a", "b"), 0.5),
         PeerReport(
             "g",
             (WorkerBookings("w", 1, sent_prompts=2),),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -50,6 +52,18 @@ def test_a_window_is_what_happened_between_two_scrapes() -> None:
     assert (worker.kv_tokens, worker.kv_usage, worker.wasted_tokens) == (1600, 0.5, None)
     assert [(t.tenant, t.tokens, t.waiting) for t in window.tenants] == [
         ('an\\"na', 100.0, 0.0), ("bert", 0.0, 2.0)]  # fmt: skip
+
+
+def test_loads_of_adapters_are_counted_where_a_worker_tells_them() -> None:
+    def at(second: float, loads: int) -> FleetScrape:
+        one = scrape(second, ok=10, bad=0, preemptions=0)
+        page = f"pigou_lora_loads_total {loads}\npigou_lora_load_seconds_total {loads * 0.25}\n"
+        return replace(one, workers={"d": MetricPage.read(page)}) if loads else one
+
+    (worker,) = scraped_window(at(0.0, 4), at(5.0, 10), 0.0).workers
+    assert (worker.adapter_loads, worker.adapter_load_s) == (6, 1.5)
+    (worker,) = scraped_window(at(0.0, 0), at(5.0, 0), 0.0).workers
+    assert worker.adapter_loads is None
 
 
 def test_a_counter_that_began_anew_counts_from_zero() -> None:

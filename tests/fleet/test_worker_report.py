@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pigou.config import ControlConfig
-from pigou.control.messages import WorkerUp
+from pigou.control.messages import AdapterReport, WorkerUp
 from pigou.fleet.costs import make_plane
-from pigou.fleet.worker_report import read_report
+from pigou.fleet.worker_report import read_adapters, read_report
 from pigou.gateway.api.costs import cost_meter, note_report
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.plane_driver import PlaneDriver
@@ -60,3 +60,19 @@ def test_an_older_name_of_the_same_is_read() -> None:
 def test_numbers_that_are_none_count_as_nothing() -> None:
     page = b"vllm:request_prefill_time_seconds_sum NaN\nvllm:request_prefill_time_seconds_sum -3\n"
     assert read_report(page, 0).prefill_s == 0.0
+
+
+def test_adapters_are_those_on_the_device_and_hostile_pages_name_none() -> None:
+    page = (
+        b'vllm:lora_requests_info{max_lora="2",running_lora_adapters="a,b"} 1.7e9\n'
+        b'vllm:lora_adapter_loaded{adapter_name="a",level="gpu"} 1.0\n'
+        b'vllm:lora_adapter_loaded{adapter_name="b",level="cpu"} 1.0\n'
+        b'vllm:lora_adapter_loaded{adapter_name="c",level="gpu"} 0.0\n'
+        b"pigou_lora_loads_total 4\npigou_lora_load_seconds_total 2.0\n"
+    )
+    assert read_adapters(page, "w") == AdapterReport("w", 2, ("a",), 0.5)
+    assert read_adapters(page.replace(b'"2"', b'"-2"'), "w") is None
+    assert read_adapters(page.replace(b'"2"', b'"0"'), "w") is None
+    assert read_adapters(STOCK, "w") is None
+    # Stock vLLM tells who runs, not what is loaded.
+    assert read_adapters(page.split(b"\n")[0] + b"\n", "w") is None

@@ -187,6 +187,15 @@ class LoadReport(Message, frozen=True):
     kv_usage: float
 
 
+class AdapterReport(Message, frozen=True):
+    """The LoRA adapters on a worker's device."""
+
+    worker: str
+    slots: int
+    loaded: tuple[str, ...]
+    load_s: float  # mean seconds of a load; 0 before the first
+
+
 class PeerReport(Message, frozen=True):
     """Another gateway's load, tenant service and predictions; `lag_ns` is their age."""
 
@@ -222,11 +231,12 @@ class Assessed(Message, frozen=True):
 
 
 #: Periodic reports of workers and other gateways.
-Report: TypeAlias = LoadReport | PeerReport | PeerGone
+Report: TypeAlias = LoadReport | AdapterReport | PeerReport | PeerGone
 #: Observations of a journal: KV events come without tokens.
 KeyedObservation: TypeAlias = (
     WorkerUp | WorkerDraining | WorkerDown | PrefillDone | PrefillClaimed | ReadFailed | FirstToken
-    | Ended | GroupEnded | CacheKeyed | CacheLost | LoadReport | PeerReport | PeerGone | Assessed
+    | Ended | GroupEnded | CacheKeyed | CacheLost | LoadReport | AdapterReport | PeerReport
+    | PeerGone | Assessed
 )  # fmt: skip
 Observation: TypeAlias = KeyedObservation | CacheChanged
 

@@ -17,6 +17,7 @@ from pigou.control.cache_monitor import CacheMonitor, CacheStatus
 from pigou.control.latency_model.estimates import Estimates
 from pigou.control.messages import (
     Action,
+    AdapterReport,
     Assess,
     Assessed,
     CacheChanged,
@@ -251,7 +252,7 @@ class ControlPlane:
                 self.admission.queue.quota.release(group)
             case CacheLost(worker):
                 self.index.lost(worker)
-            case LoadReport() | PeerReport() | PeerGone():
+            case LoadReport() | AdapterReport() | PeerReport() | PeerGone():
                 decisions = self._take_report(observation, now)
             case Assessed(poa):
                 self._assessing = False
@@ -375,6 +376,9 @@ class ControlPlane:
         if isinstance(report, LoadReport):
             self.state.report(report, now)
             self.admission.capacity.report(report, self.state)
+            return ()
+        if isinstance(report, AdapterReport):
+            self.tracker.adapters.report(report)
             return ()
         self._peers.observe(report, now)
         return self._drain(now)

@@ -9,6 +9,7 @@ import numpy as np
 from msgspec.structs import astuple
 from numpy.typing import NDArray
 
+from pigou.control.adapters import AdapterTable
 from pigou.control.latency_model.estimates import Estimates, MedianWorker
 from pigou.control.latency_model.model import LatencyModel
 from pigou.control.messages import Choice
@@ -40,6 +41,7 @@ class RequestTracker:
         self.poa = PoAEstimator()
         self.sent_prompts: dict[str, int] = {}  # prompts sent for prefill so far, by worker
         self.booked_s = BookedTimes()  # how long prompts and streams stay on workers
+        self.adapters = AdapterTable()
         self._due_at: dict[str, int] = {}  # expected ends of prompts whose end no driver sees
         self._fitted_at = 0
         self._median_worker: MedianWorker | None = None
@@ -55,6 +57,7 @@ class RequestTracker:
 
     def down(self, worker: str) -> None:
         """Forget a worker."""
+        self.adapters.down(worker)
         row = self.state.down(worker)
         if row is not None:
             self.latency_model.remove_worker(row)
@@ -72,6 +75,8 @@ class RequestTracker:
         routed.setting = self.setting
         self.latency_model.prompt_sent(row, now)
         self.sent_prompts[computes] = self.sent_prompts.get(computes, 0) + 1
+        if request.model:
+            self.adapters.routed(request.id, request.model, {computes, choice.decode}, now)
         if not request.streamed and not routed.remote:
             known, queue = self.estimates(now), self.state.columns
             work = known.work(queue.prefill_requests, queue.prefill_tokens, queue.prefill_pairs)
@@ -221,6 +226,8 @@ class RequestTracker:
             self.latency_model.outputs.expected(request.max_tokens), backlog=self.state.backlog,
             now=now,
         )  # fmt: skip
+        if request.model:
+            fleet.adapters = self.adapters.prices(request.model, ids, now)
         return fleet
 
     def _held(self, request: Request, index: PrefixIndex) -> NDArray[np.int64]:
@@ -245,6 +252,8 @@ class RequestTracker:
         return E2ESample((now - routed.arrived_at) / SECOND, max(unloaded, 1e-6), routed.setting)
 
     def _learn(self, row: int, routed: RoutedRequest, now: int) -> None:
+        if routed.request.id in self.adapters.cold:  # TTFT includes the load
+            return
         prompt = routed.request.prompt
         sent_at = routed.claimed_at or routed.routed_at
         if self.state.peers.prompts_since(row, sent_at) and (
@@ -280,6 +289,7 @@ class RequestTracker:
         """Take a request from its workers, and return it; None if it was not routed."""
         if self._due_at:
             self._due_at.pop(request, None)
+        self.adapters.cold.discard(request)
         routed = self.state.requests.get(request)
         if routed is None:
             return None

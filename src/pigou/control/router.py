@@ -145,7 +145,7 @@ class DecisionLedger:
 _PREFILL, _TRANSFER, _DECODE, _TOLL_STREAM, _TOLL_MEMORY = (
     PARTS.index(name) for name in ("prefill", "transfer", "decode", "toll_stream", "toll_memory")
 )
-_TOTAL = len(PARTS)
+_TOTAL = -1
 
 
 @bare_kernel

@@ -72,7 +72,8 @@ _MODES = (
         limits={"loads": 0.1, "share": 0.1, "seconds": 30},
         smallest_fix="Pin the adapters in use; send each to the same workers.",
         remedy="Placement of adapters on workers by use.",
-        look=("`vllm:lora_requests_info`: adapters that run and wait.", "max_loras of the server."),
+        look=("`pigou_lora_loads_total` and `vllm:lora_adapter_loaded` of each worker.",
+              "`vllm:lora_requests_info`: adapters that run and wait; `max_lora`: its slots."),
     ),
     FailureMode(
         number=16, name="offload collapse",

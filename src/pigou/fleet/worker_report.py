@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pigou.control.messages import LoadReport
+from pigou.control.messages import AdapterReport, LoadReport
 from pigou.fleet.hang_detection import EngineProgress
 from pigou.gateway.proxy.upstream import WorkerReport
 from pigou.wire import metrics_text
@@ -22,6 +22,9 @@ _NAMES = (
     _ITL + b"_sum", _ITL + b"_count", _OLD_ITL + b"_sum", _OLD_ITL + b"_count", _PREFILL,
     _OWN_PREFILL, _OWN_PREFILL_TOKENS, _ENERGY, *_LOADS,
 )  # fmt: skip
+_ADAPTERS = b"vllm:lora_requests_info", b"vllm:lora_adapter_loaded"
+_LOADED = b"pigou_lora_loads_total", b"pigou_lora_load_seconds_total"
+_MAX_ADAPTERS, _MAX_NAME = 2**12, 256
 #: Bounds: requests of a load and of a report, lines of a page, tiers.
 _MAX_LOAD, _MAX_COUNT, _MAX_LINES, _MAX_TIERS = 2**20, 2**31 - 1, 4096, 64
 
@@ -35,6 +38,21 @@ def read_load(page: bytes, worker: str) -> LoadReport:
         int(min(sums.get(WAITING, 0.0), _MAX_LOAD)),
         min(sums.get(USAGE, sums.get(OLD_USAGE, 0.0)), 1.0),
     )
+
+
+def read_adapters(page: bytes, worker: str) -> AdapterReport | None:
+    """Return a worker's LoRA adapters by its metrics page; None if it does not tell them."""
+    slots, loaded, sums = 0, [], metrics_text.totals(page, _LOADED)
+    for name, text, value in metrics_text.samples(page, _ADAPTERS, _MAX_ADAPTERS):
+        labels = metrics_text.labels(text)
+        if name == _ADAPTERS[0] and labels.get("max_lora", "").isdecimal():
+            slots = int(labels["max_lora"][:4])
+        elif labels.get("level") == "gpu" and metrics_text.number(value):
+            loaded.append(labels.get("adapter_name", "")[:_MAX_NAME])
+    if not slots or _ADAPTERS[1] not in page:
+        return None
+    mean_s = sums.get(_LOADED[1], 0.0) / max(sums.get(_LOADED[0], 0.0), 1.0)
+    return AdapterReport(worker, slots, tuple(loaded), min(mean_s, 3600.0))
 
 
 def metrics_progress(

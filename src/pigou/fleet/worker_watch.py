@@ -19,7 +19,7 @@ from pigou.fleet.hang_detection import EngineProgress, HangArbiter, HangDetector
 from pigou.fleet.kv_event_subscriber import EventPoller, EventSubscriber, read_pushed_load
 from pigou.fleet.probe import POLL, EventSource, read_served
 from pigou.fleet.worker_process import ProcessState
-from pigou.fleet.worker_report import metrics_progress, read_load, read_report
+from pigou.fleet.worker_report import metrics_progress, read_adapters, read_load, read_report
 from pigou.gateway.api.costs import note_report
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.proxy.upstream import GONE, Upstream
@@ -176,15 +176,17 @@ class WorkerWatch:
         # While the engine steps it pushes; an idle one's page says what it pushed last.
         if time.monotonic() - self._pushed_at > self._config.every:
             self._plane_driver.observe(read_load(page, self._upstream.worker.id))
+        if (adapters := read_adapters(page, self._upstream.worker.id)) is not None:
+            self._plane_driver.observe(adapters)
         before, report = self._upstream.report, read_report(page, time.monotonic_ns())
         self._upstream.report = report
         note_report(self._plane_driver, self._upstream.worker.id, before, report)
         return page
 
     async def _list_models(self) -> None:
-        """Refresh a stock server's model names: adapters come and go."""
+        """Refresh a server's model names: adapters come and go."""
         upstream, now = self._upstream, time.monotonic()
-        if not upstream.engine.stock or now - self._listed_at < _MODELS_EVERY_S:
+        if now - self._listed_at < _MODELS_EVERY_S:
             return
         self._listed_at = now
         served = await read_served(upstream, self._config.timeout)

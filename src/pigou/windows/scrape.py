@@ -157,6 +157,7 @@ def _worker(
         still = running == 0.0 and not b.total("vllm:num_requests_waiting")
         idle = min(usages) * kv_tokens if still else 0.0
     restored = rose("pigou_tier_restored_blocks_total")
+    loads = rose("pigou_lora_loads_total")
     wasted = b.total("pigou_kv_block_tokens") if "pigou_kv_table_tokens" in b else None
     if wasted is not None:
         wasted = wasted * (b.total("pigou_kv_table_blocks") or 0.0)
@@ -173,7 +174,8 @@ def _worker(
                              or rose("vllm:prompt_tokens_total") or 0),
         prefill_s=rose("pigou_prefill_seconds_total"),
         output_tokens=round(rose("vllm:generation_tokens_total") or 0),
-        restores=round(restored or 0),
+        restores=round(restored or 0), adapter_loads=None if loads is None else round(loads),
+        adapter_load_s=rose("pigou_lora_load_seconds_total") or 0.0,
     )  # fmt: skip
 
 

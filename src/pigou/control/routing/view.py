@@ -16,7 +16,7 @@ from pigou.request import Counts, Flags, Ints, Shares
 
 _NOTHING: Counts = np.zeros(0, dtype=np.int64)
 #: Fields that are no arrays of workers.
-_SCALARS = ("fetches", "backlog", "now")
+_SCALARS = ("fetches", "adapters", "backlog", "now")
 
 
 class RemoteFetches(msgspec.Struct, eq=False):
@@ -28,6 +28,13 @@ class RemoteFetches(msgspec.Struct, eq=False):
     storage: Counts  # own blocks to load from disk and object storage
     seconds: Shares  # duration of the fetch, 0 for none
     saves: Shares  # net seconds saved by the fetch, 0 for none
+
+
+class AdapterPrices(msgspec.Struct, eq=False):
+    """Seconds of each worker to load the request's LoRA adapter, (workers,)."""
+
+    load_s: Shares  # until the request may start; 0 where it is loaded
+    displaced_s: Shares  # expected seconds to load again what it evicts
 
 
 class FleetView(Columns, eq=False):
@@ -43,6 +50,7 @@ class FleetView(Columns, eq=False):
     output: float  # expected output tokens
     # remote KV fetches of each worker; None if no worker fetches.
     fetches: RemoteFetches | None = None
+    adapters: AdapterPrices | None = None  # None without an adapter
     # each worker's prompt under way, and its start; None if unknown.
     backlog: PrefillBacklog | None = None
     now: int = 0  # nanoseconds

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 import msgspec
+import numpy as np
 
 from pigou.config import check_fields
 from pigou.control.routing.policy import MAX_WEIGHT, Costs, CostTable, RequestView
 from pigou.control.routing.toll.kernel import cost_rows
 from pigou.control.routing.toll.terms import PARTS
-from pigou.control.routing.view import Candidates, FleetView
+from pigou.control.routing.view import AdapterPrices, Candidates, FleetView
 
 #: Requests over which the mean TTFT is taken.
 _MEMORY = 128.0
@@ -63,7 +64,10 @@ class Toll:
         """Return wait, prefill, transfer, decode, urgency and the tolls, (candidates,) each."""
         own = self.params
         setting = own.toll, self.rise, own.host_restore, own.storage_restore
-        return CostTable(PARTS, cost_rows(request, fleet, candidates, setting))
+        table = CostTable(PARTS, cost_rows(request, fleet, candidates, setting))
+        if fleet.adapters is None:
+            return table
+        return toll_adapter(table, fleet.adapters, candidates, own.toll, self.rise)
 
     def note(
         self, _: RequestView, _fleet: FleetView, _candidates: Candidates, chosen: int,
@@ -78,6 +82,28 @@ class Toll:
         """Extra weight of a second to the first token per second before it."""
         mean_s = self.recent_ttft.seconds
         return self.params.urgency / mean_s if mean_s > 0.0 else 0.0
+
+
+def toll_adapter(
+    table: CostTable, adapters: AdapterPrices, candidates: Candidates, toll: float, rise: float
+) -> CostTable:
+    """Add the loads of the request's LoRA adapter: its own wait, and a toll for who is evicted.
+
+    The wait is L, as urgent as the rest: rise ((T + L)^2 - T^2) / 2; the toll is the expected
+    seconds to load again what is evicted. A remote prefill worker loads it too.
+    """
+    remote = (candidates.prefill >= 0) & (candidates.prefill != candidates.decode)
+    load_s, displaced_s = (
+        seconds[candidates.decode] + np.where(remote, seconds[candidates.prefill], 0.0)
+        for seconds in (adapters.load_s, adapters.displaced_s)
+    )
+    rows = np.vstack((table.rows[:-1], toll * displaced_s, table.rows[-1:]))
+    ttft_s = rows[:3].sum(axis=0)
+    urgent_s = rise * load_s * (ttft_s + 0.5 * load_s)
+    rows[0] += load_s
+    rows[PARTS.index("urgency")] += urgent_s
+    rows[-1] += load_s + urgent_s + rows[-2]
+    return CostTable((*PARTS, "toll_adapter"), rows)
 
 
 class MeanTtft:

@@ -1,0 +1,118 @@
+"""LoRA adapters of the workers: which are loaded, what a load costs, and where copies belong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import exp
+
+import numpy as np
+
+from pigou.control.messages import AdapterReport
+from pigou.control.routing.view import AdapterPrices
+from pigou.games.replication import ReplicationGame
+from pigou.request import SECOND, Flags
+
+#: Seconds over which requests of an adapter are counted.
+_MEMORY_S = 60.0
+#: Seconds of a load until a worker has measured one.
+_LOAD_S = 0.1
+
+
+@dataclass(slots=True)
+class WorkerAdapters:
+    """The adapters of one worker."""
+
+    slots: int = 1
+    load_s: float = _LOAD_S
+    loaded: list[str] = field(default_factory=list)  # least recently used first
+    fresh: set[str] = field(default_factory=set)  # sent there since its last report
+
+    def take(self, adapter: str) -> bool:
+        """Use an adapter; True if it has to be loaded."""
+        new = adapter not in self.loaded
+        if not new:
+            self.loaded.remove(adapter)
+        elif len(self.loaded) >= self.slots:
+            self.loaded.pop(0)
+        self.loaded.append(adapter)
+        self.fresh.add(adapter)
+        return new
+
+
+class AdapterTable:
+    """Adapters by worker, as reported and as later routes change them."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, WorkerAdapters] = {}
+        self._counts: dict[str, tuple[float, int]] = {}  # decayed requests, and when, in ns
+        self.cold: set[str] = set()  # requests that wait for a load
+
+    def report(self, report: AdapterReport) -> None:
+        """Take a worker's report; adapters sent there since the last one may be under way."""
+        known = self._workers.setdefault(report.worker, WorkerAdapters())
+        known.slots, known.load_s = report.slots, report.load_s or _LOAD_S
+        present = {*report.loaded, *known.fresh}
+        older = [name for name in report.loaded if name not in known.loaded]
+        known.loaded = (older + [name for name in known.loaded if name in present])[-known.slots :]
+        known.fresh = set()
+
+    def down(self, worker: str) -> None:
+        """Forget a worker."""
+        self._workers.pop(worker, None)
+
+    def routed(self, request: str, adapter: str, workers: Iterable[str], now: int) -> None:
+        """Note a route to one or two workers."""
+        self._counts[adapter] = self.demand(adapter, now) + 1.0, now
+        for worker in workers:
+            if worker in self._workers and self._workers[worker].take(adapter):
+                self.cold.add(request)
+
+    def demand(self, adapter: str, now: int) -> float:
+        """Return the requests for an adapter within about the last minute."""
+        count, at = self._counts.get(adapter, (0.0, now))
+        return count * exp((at - now) / (_MEMORY_S * SECOND))
+
+    def prices(self, adapter: str, workers: Sequence[str], now: int) -> AdapterPrices | None:
+        """Return each worker's seconds to load an adapter, and what it displaces; None for none.
+
+        The evicted adapter is loaded again if it is asked for before the new one is: with
+        probability r' / (r' + r), by their rates.
+        """
+        if not self._workers:
+            return None
+        load_s, displaced_s = np.zeros((2, len(workers)))
+        own = self.demand(adapter, now)
+        for row, worker in enumerate(workers):
+            known = self._workers.get(worker)
+            if known is None or adapter in known.loaded:
+                continue
+            load_s[row] = known.load_s
+            if len(known.loaded) >= known.slots:
+                other = self.demand(known.loaded[0], now)
+                displaced_s[row] = known.load_s * other / max(other + own, 1e-9)
+        return AdapterPrices(load_s, displaced_s)
+
+    def placement(self, now: int) -> dict[str, list[str]]:
+        """Return the adapters that each worker should hold: the caching game's optimum.
+
+        What no worker holds costs a load a request. What only others hold costs up to that as well:
+        the more, the closer an adapter's requests come to a worker's share of all.
+        """
+        workers = [name for name, known in self._workers.items() if known.slots]
+        names = [name for name in self._counts if self.demand(name, now) >= 0.5]
+        if not workers or not names:
+            return {}
+        demand = np.array([self.demand(name, now) for name in names]) / len(workers)
+        load_s = np.array([self._workers[worker].load_s for worker in workers])
+        game = ReplicationGame(
+            np.tile(demand, (len(workers), 1)), np.ones(len(names)),
+            [self._workers[worker].slots for worker in workers],
+            np.repeat(load_s[:, None], len(names), axis=1),
+            load_s[:, None] * np.minimum(demand * len(workers) / demand.sum(), 1.0),
+        )  # fmt: skip
+        held: Flags = game.optimum()[0] > 0.5
+        return {
+            worker: [name for name, wanted in zip(names, row.tolist(), strict=True) if wanted]
+            for worker, row in zip(workers, held, strict=True)
+        }
