@@ -45,7 +45,7 @@ from pigou.request import Role
         (["--index-ttl", "inf"], "--index-ttl is inf; it must be finite"),
         (["--tenant-weights", "a=x"], "--tenant-weights is {'a': 'x'}: expected `float`"),
         (["--detector", "x"], "--detector is 'x'; it must be one of: config-variance"),
-        (["--tensor-parallel-size", "2"], "start more workers (--decode N), or put vLLM"),
+        (["--tp", "2"], "give --tensor-parallel-size"),
         (["--gpu-memory-utilization=0.9"], "give --memory, as 20GiB, for KV blocks"),
         (["--max-model-lne", "3"], "--max-model-lne is no option; did you mean --max-model-len"),
         (["--polcy", "toll"], "--polcy is no option; did you mean --policy"),

@@ -39,11 +39,13 @@ _ELSEWHERE = {
     "--model-path": "give the model as `pigou serve MODEL`",
     "--swap-space": "give --tier host=4GiB",
     "--trust-remote-code": "leave it out: no code of a model's folder is run",
-} | dict.fromkeys(
-    ("--tensor-parallel-size", "-tp", "--tp", "--tp-size", "--pipeline-parallel-size", "-pp"),
-    "a worker computes on one device: start more workers (--decode N), or put vLLM or SGLang "
-    "servers behind the gateway (--attach URL)",
-)
+    **dict.fromkeys(("-tp", "--tp", "--tp-size"), "give --tensor-parallel-size"),
+    **dict.fromkeys(
+        ("--pipeline-parallel-size", "-pp"),
+        "layers are not split: give --tensor-parallel-size, or put vLLM or SGLang servers behind "
+        "the gateway (--attach URL)",
+    ),
+}
 
 #: Options of a worker that the fleet gives each of them.
 _OWN = {"--host", "--port", "--role", "--exit-with-parent"}
@@ -133,8 +135,9 @@ def worker(config: WorkerConfig, registration: RegistrationConfig, pulling: Pull
         if registration.registry:
             from pigou.fleet.registry.registration import WorkerRegistrar
 
-            gpus = config.timing_tp if config.device.startswith("cuda") else 0
-            known = WorkerRegistrar(registration, secret, gpus, config.timing_tp)
+            tp = max(config.timing_tp, config.tensor_parallel_size)
+            gpus = tp if config.device.startswith("cuda") else 0
+            known = WorkerRegistrar(registration, secret, gpus, tp)
         if address is not None:
             from pigou.fleet.prefill_queue.puller import PullingWorker
 

@@ -16,12 +16,16 @@ from torch import Tensor
 from pigou.kv.resharding import heads_of_rank
 from pigou.models import ModelError
 from pigou.runtime.models.decoder import Decoder, GatedMLP
-from pigou.runtime.models.linear import Linear, Product
+from pigou.runtime.models.linear import Product
 from pigou.runtime.models.model_config import ModelConfig
 from pigou.runtime.models.weights import Part
 
 #: Longest wait of a collective; it covers the compilation of kernels in a cold cache.
 TIMEOUT = timedelta(minutes=10)
+
+
+class RankError(RuntimeError):
+    """Raised in a rank when another one is gone: the worker cannot go on."""
 
 
 class Group:
@@ -119,27 +123,22 @@ class Shard:
     def part(self, name: str) -> Part | None:
         """Return a tensor's part in this rank; None for all of it.
 
-        Projections into heads and feed-forward are split by rows, those back by columns.
+        Projections into heads and feed-forward are split by rows, those back by columns. Experts
+        are whole (see `ExpertParallel`).
         """
         model, width = self.model, self.model.head_dim
-        queries, ffn = model.heads * width, model.ffn
-        module, _, kind = name.rpartition(".")
-        leaf = module.rpartition(".")[2]
-        match "" if "expert" in module else leaf:  # experts are whole: see `ExpertParallel`
-            case "q_proj":
-                return self._even(0, queries)
-            case "k_proj" | "v_proj":
+        match name.split(".")[-3:]:
+            case [_, "k_proj" | "v_proj", _]:
                 heads = self.kv_heads
                 return Part(0, heads.start * width, len(heads) * width, model.kv_heads * width)
-            case "gate_proj" | "up_proj":
-                return self._even(0, ffn)
-            case "o_proj" if kind == "weight":
-                return self._even(1, queries)
-            case "down_proj" if kind == "weight":
-                return self._even(1, ffn)
-        return None
-
-    def _even(self, axis: int, whole: int) -> Part:
+            case [_, "o_proj", "bias"] | ["mlp", "down_proj", "bias"]:
+                return Part(0, 0, model.hidden, model.hidden, 1 / self.size)
+            case [_, "q_proj" | "o_proj" as module, _]:
+                axis, whole = int(module == "o_proj"), model.heads * width
+            case ["mlp", "gate_proj" | "up_proj" | "down_proj" as module, _]:
+                axis, whole = int(module == "down_proj"), model.ffn
+            case _:
+                return None
         count = whole // self.size
         return Part(axis, self.rank * count, count, whole)
 
@@ -159,11 +158,6 @@ class RowParallel:
 def share(decoder: Decoder, group: Group) -> None:
     """Let the ranks of a group sum what each computes with its part of a decoder."""
     for layer in decoder.layers:
-        last = [layer.output]
         layer.output = RowParallel(layer.output, group)
         if isinstance(layer.mlp, GatedMLP):
-            last.append(layer.mlp.down)
             layer.mlp = RowParallel(layer.mlp, group)
-        for product in last:
-            if group.rank and isinstance(product, Linear):
-                product.bias = None  # added once, by rank 0

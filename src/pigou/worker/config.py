@@ -64,6 +64,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         ),
     ] = "auto"
     threads: Annotated[int, option("Compute threads.", "Model")] = 1
+    tensor_parallel_size: Annotated[
+        int,
+        option(
+            "Processes that share the model, each with its heads and --threads; on CUDA with "
+            "consecutive GPUs from --device.",
+            "Model",
+        ),
+    ] = 1
     host: Annotated[str, option("Address that the HTTP server listens on.", "Server")] = "127.0.0.1"
     port: Annotated[int, option("Port to listen on; 0 picks a free one.", "Server")] = 8100
     json_whitespace: Annotated[
@@ -264,8 +272,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def __post_init__(self) -> None:
         read_location(self.location)
         check_fields(
-            self, "threads", "block_size", "max_seqs", "max_batched_tokens", "repeat", "max_body",
-            ge=1,
+            self, "threads", "tensor_parallel_size", "block_size", "max_seqs", "max_batched_tokens",
+            "repeat", "max_body", ge=1,
         )  # fmt: skip
         check_fields(
             self, "blocks", "memory", "host_blocks", "max_model_len", "max_waiting", "drain",
@@ -292,6 +300,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         self._check_tiers()
         self._check_lora()
         self._check_eviction()
+        self._check_tensor_parallel()
         self._check_timing()
         if self.speculation is not None and (self.sleeps or self.eviction.policy):
             other = "the worker only takes time" if self.sleeps else "eviction is given"
@@ -353,6 +362,21 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 "cache entries; leave one out"
             )
         given.check_interval(self.block_size)
+
+    def _check_tensor_parallel(self) -> None:
+        size = self.tensor_parallel_size
+        if size > 1 and self.sleeps:
+            raise ConfigError(
+                f"tensor_parallel_size is {size}, and the worker only takes time; give timing_tp"
+            )
+        for name, value in (
+            ("eviction.policy", self.eviction.policy), ("enable_lora", self.enable_lora),
+        ):  # fmt: skip
+            if size > 1 and value:
+                raise ConfigError(
+                    f"tensor_parallel_size is {size}, and {name} is {value!r}, which one process "
+                    "alone can do; leave one of them out"
+                )
 
     def _check_timing(self) -> None:
         if not self.timing:

@@ -134,6 +134,8 @@ class WorkerServer:
     async def serve(self) -> int:
         """Serve until a signal or crash; return the exit status."""
         self.engine.start()
+        if self._parts.ranks is not None:
+            self._parts.ranks.watch(self._crashed)
         if self._events is not None:
             self._events.start(self._background)
         with StopSignals(self.stop, self._config.drain + END_S, self._over.set, _CUT_S):
@@ -185,6 +187,9 @@ class WorkerServer:
         self._loop.call_soon_threadsafe(self._die, error)
 
     def _die(self, error: BaseException) -> None:
+        if self._failed:
+            return
+        log.critical("the worker ends: %s", error)
         self._failed = True
         self._service.died(error)
         self._loop.call_later(0.2, self._over.set)  # let replies report it
@@ -240,6 +245,7 @@ class WorkerServer:
             "model": model.name,
             "release": model.release,
             "role": self._config.role.value,
+            "tensor_parallel_size": self._config.tensor_parallel_size,
             **{name: getattr(core, name) for name in limits},
             "repeat": core.max_repeat,
             "order": core.order,
@@ -287,6 +293,8 @@ class WorkerServer:
         await asyncio.to_thread(self.engine.transfers.close)
         if self._tiers is not None:
             await asyncio.to_thread(self._tiers.close)
+        if self._parts.ranks is not None:
+            await asyncio.to_thread(self._parts.ranks.close)
         if self._events is not None:
             await self._events.close()
         if self._parts.memory is not None:

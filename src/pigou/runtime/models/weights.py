@@ -200,6 +200,7 @@ class Part(NamedTuple):
     first: int
     length: int
     whole: int  # the tensor's own length along the axis
+    share: float = 1.0  # factor, for what each rank adds a share of
 
 
 class WeightSource:
@@ -298,6 +299,8 @@ class Weights(WeightSource):
             )
         self._taken.add(name)
         self._note_dtype(tensor.dtype)
+        if part is not None and part.share != 1:
+            tensor = tensor * part.share
         return tensor.to(device=self.device, dtype=self.dtype)
 
     def __enter__(self) -> Weights:

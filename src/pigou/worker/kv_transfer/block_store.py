@@ -155,6 +155,10 @@ class SharedMemory:
             raise ValueError("this shared memory is closed")
         return self._bytes
 
+    def fileno(self) -> int:
+        """Return the file's descriptor; the buffer lies in it from `HEADER` on."""
+        return self._fd
+
     def offset_of(self, data: Bytes) -> int | None:
         """Return the byte offset of `data` in the buffer; None if outside."""
         offset = data.ctypes.data - self.buffer.ctypes.data

@@ -166,6 +166,7 @@ class Sender:
             remote_num_tokens=offer.tokens,
             remote_block_size=self._store.layout.block_size,
             remote_layout=self._fingerprint,
+            remote_tensor_parallel_size=self._config.tensor_parallel_size,
             remote_secret=offer.secret,
             remote_last_hash=offer.last_hash,
             remote_backends=list(self._exports),

@@ -36,7 +36,8 @@ class TransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     remote_host_id: _Name  # sender's machine and shared-memory file system
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**40)]  # tokens offered
     remote_block_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)]  # tokens
-    remote_layout: _Name  # fingerprint of the sender's layout
+    remote_layout: _Name  # fingerprint of the sender's layout: whole blocks, of all KV heads
+    remote_tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=2**16)] = 1  # sender's ranks
     remote_secret: _Name  # required to get the blocks
     remote_backends: Annotated[list[str], msgspec.Meta(min_length=1, max_length=16)]
     remote_lease_seconds: float  # hold time without a receiver
@@ -150,6 +151,7 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     lease: int = 30 * SECOND  # hold time without a sign of life of a receiver
     max_hold: int = 300 * SECOND  # max hold time
     timeout: int = 5 * SECOND  # max silence of a peer during a pull or handshake
+    tensor_parallel_size: int = 1  # told to receivers
     threads: int = 2  # concurrent pulls of a Receiver
     copy_threads: int = 2  # threads per large shared-memory pull
     max_pending: int = 1024  # max queued pulls

@@ -51,11 +51,12 @@ from pigou.worker.http.structured_output_pool import (
     GrammarSandbox,
     GrammarSource,
 )
-from pigou.worker.kv_transfer.block_store import HostBlockStore, SharedMemory
+from pigou.worker.kv_transfer.block_store import HEADER, HostBlockStore, SharedMemory
 from pigou.worker.kv_transfer.transfer_params import TransferConfig
 
 if TYPE_CHECKING:
     from pigou.runtime.memory_report import MemoryReport
+    from pigou.runtime.ranks import Ranks
     from pigou.runtime.structured_output import Grammars
 
 log = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class WorkerParts:
     measure: Callable[..., tuple[tuple[Rehearsed, ...], MemoryReport]] | None = None
     memory_report: MemoryReport | None = None  # result of `measure`
     experts: Callable[[], dict[str, Any]] | None = None  # reports loads; None without experts
+    ranks: Ranks | None = None  # the other processes of tensor parallelism
 
 
 def build(config: WorkerConfig) -> WorkerParts:
@@ -107,6 +109,7 @@ def transfer_config(
         host=config.host,
         advertise=advertised(config.host, advertise),
         backends=backends,
+        tensor_parallel_size=max(config.tensor_parallel_size, config.timing_tp),
         lease=lease,
         max_hold=max(10 * lease, 300 * SECOND),
     )
@@ -119,13 +122,19 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
     from pigou.runtime.lora import attach
     from pigou.runtime.memory_report import measured, tensor_bytes
     from pigou.runtime.models.load import load
+    from pigou.runtime.ranks import Ranks
     from pigou.runtime.resources import device_name, free_memory, kv_room, set_threads
     from pigou.runtime.speculation import make_proposer
     from pigou.runtime.structured_output import WorkBudget
 
     set_threads(config.threads)
     source = bundled_path() if config.model == "bundled" else config.model
-    loaded = load(source, config.dtype, config.device, quantization=config.quantization)
+    options: dict[str, Any] = {
+        "model": str(source), "dtype": config.dtype, "device": config.device,
+        "quantization": config.quantization,
+    }  # fmt: skip
+    ranks = Ranks(config.tensor_parallel_size, options) if config.tensor_parallel_size > 1 else None
+    loaded = load(**options) if ranks is None else ranks.load()
     layout = loaded.layout(config.block_size)
     max_tokens = config.max_model_len or loaded.config.context
     bank = None
@@ -142,6 +151,8 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
     tiers = open_tiers(config, layout, blocks)
     core = _core(config, blocks, max_tokens, tiers)
     memory = _shared_memory(config, blocks * layout.block_bytes) if on_cpu else None
+    if ranks is not None and memory is not None:
+        ranks.share(memory.fileno(), HEADER)
     cache = loaded.cache(
         blocks,
         config.block_size,
@@ -187,6 +198,7 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
             measured, device=loaded.device, weights=tensor_bytes(loaded.decoder),
             cache=blocks * layout.block_bytes, adapters=0 if bank is None else bank.bytes,
         ),
+        ranks=ranks,
     )  # fmt: skip
 
 
