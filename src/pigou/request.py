@@ -156,6 +156,7 @@ class SamplingParams:
     # how many most probable tokens to report beside the chosen; None for no report.
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for every token of the prompt
+    pooling: str | None = None  # how the prompt's hidden states are pooled: last or mean
     # end the sequence; the token counts as generated, and its text is not shown.
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False  # the model's end token does not end the sequence

@@ -138,3 +138,17 @@ async def test_a_route_that_every_server_lists_is_passed_on() -> None:
         ):
             _, said = await asked(session, "/v1/messages", MESSAGE)
             assert ("native" in said) is passed
+
+
+async def test_embeddings_reach_pigous_own_workers() -> None:
+    async def pooled(request: web.Request) -> web.Response:
+        return web.json_response({"of": (await request.json())["input"]})
+
+    async with (
+        serving(Stub("a", routes={"/v1/embeddings": pooled})) as fleet,
+        aiohttp.ClientSession(fleet.url) as session,
+    ):
+        assert await asked(session, "/v1/embeddings", {"input": "hi"}) == (200, {"of": "hi"})
+        assert (await asked(session, "/v1/audio/speech", {"input": "hi"}))[0] == 404
+        await fleet.settle()
+        assert fleet.idle()

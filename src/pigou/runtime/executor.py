@@ -219,7 +219,7 @@ class TorchExecutor:
         batch = self._lay_out(plan, sequences)
         sampling = [sequences[entry] for entry in batch.entries.tolist()]
         sampler = IsolatedSampler(self.sampler, sampling, self.model.ops, self._device)
-        reporting = [s for s in sequences if s.prompt_logprobs]
+        reporting = [s for s in sequences if s.prompt_logprobs or s.params.pooling]
         wanted = upload(batch.last[batch.entries], self._device)
         needs_logits = self.evictor is not None and bool(self.evictor.policy.logit_fields)
         if self.lora is not None:
@@ -392,10 +392,19 @@ class TorchExecutor:
         output: StepOutput,
     ) -> None:
         for entry, sequence in enumerate(sequences):
-            if not sequence.prompt_logprobs:
-                continue
             start, count = int(plan.starts[entry]), int(plan.counts[entry])
             first = int(batch.last[entry]) - count + 1
+            if sequence.params.pooling:
+                whole = sequence.params.pooling == "mean"
+                states = hidden[first if whole else first + count - 1 : first + count]
+                part: NDArray[np.float32] = states.float().sum(0).cpu().numpy()
+                before = sequence.pooled if whole and start else None
+                sequence.pooled = part if before is None else before + part
+                if plan.samples[entry]:
+                    divisor = np.float32(sequence.prompt if whole else 1)
+                    output.pooled[entry] = sequence.pooled / divisor
+            if not sequence.prompt_logprobs:
+                continue
             known = max(min(start + count, sequence.prompt - 1) - start, 0)
             if known:
                 states = hidden[first : first + known]

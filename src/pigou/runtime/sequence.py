@@ -35,6 +35,7 @@ class TokenSequence:
     grammar: GrammarState | None = None
     # computed prompt tokens' logprobs; empty if not requested or already reported.
     prompt_logprobs: list[RankedLogprobs | None] = field(default_factory=list)
+    pooled: NDArray[np.float32] | None = None  # sum of the prompt's hidden states so far
     failure: str | None = None  # why it failed
     adapter: str = ""  # LoRA adapter; empty for none
     _output_counts: TokenCounts | None = None

@@ -34,6 +34,8 @@ class StepOutput:
     # Prompt logprobs by entry, for prompts that finish in this step, if requested; None for the
     # first token and cached ones.
     prompt_logprobs: dict[int, list[RankedLogprobs | None]] = field(default_factory=dict)
+    # Pooled hidden states by entry, for prompts that finish in this step, if requested.
+    pooled: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     # Error raised by one entry, which finishes without a token.
     broken: dict[int, str] = field(default_factory=dict)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable
-from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -221,6 +221,55 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     echo: bool | None = None
 
 
+class PoolingRequest(CompletionRequest, kw_only=True):
+    """Prompts whose hidden states are pooled; nothing is generated."""
+
+    pooling: str
+
+
+class _PooledBody(_OpenAIBody, kw_only=True):
+    """Fields shared by requests that pool hidden states."""
+
+    #: Fields passed to the prompts.
+    SHARED: ClassVar = ("model", "truncate_prompt_tokens", "add_special_tokens", "priority",
+                        "cache_salt", "request_id")  # fmt: skip
+    model: str | None = None
+    user: str | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: NonEmpty | None = None
+
+
+class EmbeddingsRequest(_PooledBody, kw_only=True):
+    """Body of `POST /v1/embeddings`."""
+
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+
+
+class ScoreRequest(_PooledBody, kw_only=True):
+    """Body of `POST /v1/score`: two texts, or lists of them, by any of their names."""
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+
+
+class RerankRequest(_PooledBody, kw_only=True):
+    """Body of `POST /v1/rerank`."""
+
+    query: NonEmpty
+    documents: list[str | dict[str, Any]]
+    top_n: int | None = None
+    return_documents: bool | None = None
+
+
 class ChatRequest(GenerationRequest, kw_only=True):
     """Body of `POST /v1/chat/completions`."""
 
@@ -272,7 +321,15 @@ _NESTED = {
 }
 _DECODERS: dict[type[_OpenAIBody], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind, strict=False)
-    for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+    for kind in (
+        CompletionRequest,
+        ChatRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
+        EmbeddingsRequest,
+        ScoreRequest,
+        RerankRequest,
+    )
 }
 
 

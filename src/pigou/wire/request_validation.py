@@ -15,7 +15,12 @@ import msgspec
 
 from pigou.kv.tenure import salt_expiry
 from pigou.wire.errors import bad_field, bad_request
-from pigou.wire.openai_requests import ChatRequest, CompletionRequest, GenerationRequest
+from pigou.wire.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    PoolingRequest,
+)
 from pigou.wire.structured_output import grammar
 
 MAX_N = 128
@@ -70,8 +75,8 @@ def prompts(request: CompletionRequest) -> list[str | list[int]]:
 
 
 def scores_only(request: GenerationRequest) -> bool:
-    """Return whether the prompt is echoed and scored, and nothing generated."""
-    return (
+    """Return whether the prompt is scored or pooled, and nothing generated."""
+    return isinstance(request, PoolingRequest) or (
         isinstance(request, CompletionRequest)
         and request.max_tokens == 0
         and (bool(request.echo) or request.prompt_logprobs is not None)

@@ -99,13 +99,13 @@ class ResponseStore:
     ) -> None:
         """`max_bytes` are a tenant's; 0 keeps nothing."""
         self._now_s, self._max_bytes, self._ttl_s = now_s, max_bytes, ttl_s
-        self._kept: dict[str, OrderedDict[str, KeptResponse]] = {}
+        self._stored: dict[str, OrderedDict[str, KeptResponse]] = {}
         self._bytes: dict[str, int] = {}
 
     def put(self, tenant: str, id: str, body: bytes, messages: list[Json]) -> None:
         """Keep a response, in place of the oldest ones that leave it no room."""
         size = len(body) + len(encode(messages))
-        stored = self._kept.setdefault(tenant, OrderedDict())
+        stored = self._stored.setdefault(tenant, OrderedDict())
         stored[id] = KeptResponse(body, messages, size, self._now_s() + self._ttl_s)
         self._bytes[tenant] = self._bytes.get(tenant, 0) + size
         while self._bytes[tenant] > self._max_bytes:
@@ -113,17 +113,17 @@ class ResponseStore:
 
     def find(self, tenant: str, id: str) -> KeptResponse | None:
         """Return a response; None if it was never stored, or is no longer."""
-        stored = self._kept.get(tenant)
+        stored = self._stored.get(tenant)
         while stored and next(iter(stored.values())).expiry_s <= self._now_s():
             self.drop(tenant, next(iter(stored)))
         return None if stored is None else stored.get(id)
 
     def drop(self, tenant: str, id: str) -> bool:
         """Forget a response; return whether it was stored."""
-        found = self._kept.get(tenant, OrderedDict()).pop(id, None)
-        if found is not None:
-            self._bytes[tenant] -= found.size
-        return found is not None
+        item = self._stored.get(tenant, OrderedDict()).pop(id, None)
+        if item is not None:
+            self._bytes[tenant] -= item.size
+        return item is not None
 
 
 def absent(id: str, param: str | None = None) -> APIError:
@@ -228,10 +228,10 @@ class Responses(ChatTranslation):
         response = id.partition("_")[2].partition("_")[0]
         stored = self._store.find(self._tenant, f"resp_{response}")
         output: list[Json] = [] if stored is None else object_decoder.decode(stored.body)["output"]
-        found = next((item for item in output if item["id"] == id), None)
-        if found is None:
+        item = next((item for item in output if item["id"] == id), None)
+        if item is None:
             raise absent(id)
-        return found
+        return item
 
     # --- the response -------------------------------------------------------------------------
 

@@ -7,7 +7,12 @@ from typing import TypeVar
 
 from pigou.request import Grammar, SamplingParams
 from pigou.wire.errors import bad_field, bad_request
-from pigou.wire.openai_requests import ChatRequest, CompletionRequest, GenerationRequest
+from pigou.wire.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    PoolingRequest,
+)
 from pigou.wire.request_validation import scores_only
 
 _N = TypeVar("_N", int, float)
@@ -67,6 +72,7 @@ def sampling_params(
         seed=seed,
         logprobs=logprobs(request),
         prompt_logprobs=prompt_logprobs(request),
+        pooling=request.pooling if isinstance(request, PoolingRequest) else None,
         stop_token_ids=frozenset(_in_vocabulary(request, limits)),
         ignore_eos=bool(request.ignore_eos),
         logit_bias=_bias(request, limits),

@@ -28,6 +28,7 @@ ExecutorKind = Literal["torch", "sleep"]
 JsonWhitespace = Literal["compact", "flexible"]
 Quantization = Literal["auto", "int8", "fp8", "none"]
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
+Pooling = Literal["auto", "last", "mean", "none"]
 UnknownFieldsMode = Literal["warn", "refuse"]
 #: Backends of KV transfer (`kv_transfer.transfer_config`).
 _KV_BACKENDS = ("nixl", "shm", "tcp")
@@ -251,6 +252,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         option(
             "Family that marks the model's reasoning, by vLLM's names (qwen3, deepseek_r1, "
             "mistral, openai_gptoss, ...), none, or auto (by its chat template)."
+        ),
+    ] = "auto"
+    pooling: Annotated[
+        Pooling,
+        option(
+            "Hidden states that make embeddings: last token's, mean, none, or auto (by the model's "
+            "1_Pooling/config.json)."
         ),
     ] = "auto"
     fleet_secret_file: Annotated[

@@ -25,7 +25,13 @@ from pigou.gateway.failure import WorkerFailed, busy
 from pigou.gateway.gateway import Gateway
 from pigou.gateway.model_routing import GatewayModel
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.proxy.server_routes import ROOT_PATHS, absent_route_here, check_path, is_absent
+from pigou.gateway.proxy.server_routes import (
+    POOLED_PATHS,
+    ROOT_PATHS,
+    absent_route_here,
+    check_path,
+    is_absent,
+)
 from pigou.gateway.proxy.upstream import Upstream
 from pigou.gateway.request import Body, BodyFields, GatewayRun, ParsedRequest
 from pigou.gateway.request_parsing import salt
@@ -83,8 +89,9 @@ class Passthrough:
         tenure = key.policy.apply(key.tenant, headers, time.time_ns())
         path = request.rel_url.raw_path
         check_path(path, request)
-        stock = [up for model in self._models for up in model.upstreams if up.engine.stock]
-        servers = await self._routes.having(stock, request.method, path)
+        pools = path in POOLED_PATHS
+        able = [u for model in self._models for u in model.upstreams if pools or u.engine.stock]
+        servers = await self._routes.having(able, request.method, path)
         if not servers:
             raise absent_route_here(request.method, path, self._routes.known())
         servers = self._owned(servers, path, key)

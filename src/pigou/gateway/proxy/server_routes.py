@@ -17,6 +17,8 @@ from pigou.gateway.request import CHAT, COMPLETIONS
 from pigou.wire.errors import APIError, absent_route
 from pigou.wire.messages import PATH as MESSAGES
 
+#: Routes of Pigou's own workers that pool hidden states.
+POOLED_PATHS = ("/v1/embeddings", "/v1/score", "/v1/rerank", "/rerank", "/v2/rerank", "/score")
 #: Routes outside `/v1` that are passed on, too.
 ROOT_PATHS = ("/rerank", "/v2/rerank", "/score", "/pooling", "/classify")
 #: Routes below `/v1` that the gateway answers itself, with their methods.

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pigou.engine.plan import Finished, Plan, Result
 from pigou.engine.state import EngineStats
 from pigou.kv.block import Block
@@ -233,6 +236,8 @@ class Report:
     tokens: list[tuple[str, int, RankedLogprobs | None]] = field(default_factory=list)
     # (request, prompt logprobs), in order.
     prompts: list[tuple[str, list[RankedLogprobs | None]]] = field(default_factory=list)
+    # (request, pooled hidden states of its prompt), in order.
+    pooled: list[tuple[str, NDArray[np.float32]]] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     # `kv_transfer_params` of held blocks, by request.
     tickets: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -200,6 +200,9 @@ class EngineClient:
             self._note_chunk(*chunk)
         for request, prompt in report.prompts:
             self._isolated(request, self._explain_prompt, request, prompt)
+        for request, states in report.pooled:
+            if (flight := self._flights.get(request)) is not None:
+                flight[0].pooled = states
         if report.tokens:
             self._take_tokens(report)
         for request, ticket in report.leases.items():

@@ -333,6 +333,7 @@ class EngineThread:
         out = self._out
         for entry, prompt in step.prompt_logprobs.items():
             out.prompts.append((self._entries[entry], prompt))
+        out.pooled += [(self._entries[entry], states) for entry, states in step.pooled.items()]
         for entry, message in step.failed.items():
             out.failed.append(Failed(self._entries[entry], 400, message))
         reports = step.logprobs

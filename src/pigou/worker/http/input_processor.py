@@ -22,7 +22,12 @@ from pigou.text.tool_calls import open_reasoning
 from pigou.tracing.request_trace import RequestTrace
 from pigou.wire import request_validation
 from pigou.wire.errors import APIError, bad_request
-from pigou.wire.openai_requests import ChatRequest, CompletionRequest, GenerationRequest
+from pigou.wire.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    PoolingRequest,
+)
 from pigou.wire.prefill_decode_legs import asks_to_hold, offers_blocks
 from pigou.wire.sampling_params import sampling_params
 from pigou.worker.adapters import name_of
@@ -524,7 +529,8 @@ class PromptProcessor:
     async def _hashes(self, tokens: list[int], request: GenerationRequest) -> BlockHashes:
         echoed = isinstance(request, CompletionRequest) and bool(request.echo)
         seed, size = self.cache_seed(request), self._config.block_size
-        if not seed or (echoed and wants_logprobs(request)):
+        averaged = isinstance(request, PoolingRequest) and request.pooling == "mean"
+        if not seed or averaged or (echoed and wants_logprobs(request)):
             return no_hashes()
         return await self.compute(len(tokens), lambda: chain(tokens, size, seed))
 

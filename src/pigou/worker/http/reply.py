@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pigou.request import SECOND
 from pigou.runtime.step_output import RankedLogprobs as Report
 from pigou.tracing.request_trace import NO_ATTRIBUTES, Attributes, RequestTrace
@@ -48,6 +51,7 @@ class ReplySequence:
     # one per token so far (the prompt's too, with echo).
     logprobs: list[LogprobsEntry] = field(default_factory=list)
     prompt_logprobs: list[LogprobsEntry] | None = None
+    pooled: NDArray[np.float32] | None = None  # hidden states of the prompt, if requested
     text: list[str] = field(default_factory=list)  # text of a non-streamed reply
     offset: int = 0  # text length of the tokens whose logprobs were sent
     opened: bool = False  # a chunk was sent

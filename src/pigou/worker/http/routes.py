@@ -41,6 +41,9 @@ from pigou.wire.openai_requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingsRequest,
+    RerankRequest,
+    ScoreRequest,
     TokenizeRequest,
     UnknownFields,
     decode,
@@ -57,6 +60,7 @@ from pigou.worker.engine_thread.kv_event_publisher import EventPublisher
 from pigou.worker.engine_thread.kv_offload import OffloadConnector
 from pigou.worker.http.fleet_auth import fleet_guard, fleet_tenant
 from pigou.worker.http.input_processor import InputProcessor
+from pigou.worker.http.pooling import pooling_reply, pooling_request
 from pigou.worker.http.reply import Reply, ReplyTrace
 from pigou.worker.http.served_model import ServedModel
 from pigou.worker.metrics import CONTENT_TYPE, health_of
@@ -69,6 +73,11 @@ _LIMITS = msgspec.json.Decoder(EngineLimits)
 #: Routes answered even above the connection cap.
 _PROBES = ("/health", "/ping", "/metrics")
 _B = TypeVar("_B")
+_POOLED: dict[str, type[EmbeddingsRequest | ScoreRequest | RerankRequest]] = {
+    "/v1/embeddings": EmbeddingsRequest,
+    **dict.fromkeys(("/v1/score", "/score"), ScoreRequest),
+    **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), RerankRequest),
+}
 #: Max queued large bodies per tenant.
 _MAX_WAITING = 1024
 
@@ -129,6 +138,7 @@ class Routes:
                 post(MESSAGES, self.translated),
                 post(f"{MESSAGES}/count_tokens", self.count_tokens),
                 post("/v1/kv/offer", self.offer),
+                *(post(path, self.pooled) for path in _POOLED),
                 web.get("/v1/models", self.models, allow_head=False),
                 web.get("/v1/models/{model:.+}", self.model_card, allow_head=False),
                 web.get("/health", self.health),
@@ -176,6 +186,27 @@ class Routes:
 
         translation = await self._bodies.read(request, translate)
         return await self._parse_and_reply(request, ChatRequest, self._intake.chat, translation)
+
+    async def pooled(self, request: web.Request) -> web.Response:
+        """Answer a request for embeddings, scores, or a ranking."""
+        kind = _POOLED[request.path]
+        parsed = await self._bodies.read(request, partial(known, kind))
+        headers, wanted = self._unknown.judge(parsed.unknown), parsed.request
+        prompts, id = pooling_request(wanted, self._model), _id(request, wanted.request_id)
+        with ReplyTrace(self._tracer, request.headers) as spans:
+            reply = await self._intake.completion(prompts, id, fleet_tenant(), spans.trace)
+            spans.take(reply)
+            try:
+                while not reply.done:
+                    await reply.wait()
+                if reply.error is not None:
+                    raise reply.error
+            finally:
+                self._service.cancel(reply)
+                _describe(reply, spans.trace_id)
+        response = _json(pooling_reply(wanted, reply))
+        response.headers.update(headers)
+        return response
 
     async def stored_response(self, request: web.Request) -> web.Response:
         """Answer for a stored response."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -45,6 +45,8 @@ class ServedModel:
     release: str  # weights digest, part of all seeds
     tool_format: ParserName | None = None  # format of the model's own tool calls, if known
     reasoning: str | None = None  # family by which replies reason, if any
+    pooling: str = "none"  # how hidden states are pooled to embeddings: last, mean or none
+    dimensions: Sequence[int] = ()  # lengths that embeddings may be cut to
     adapters: AdapterStore | None = None
 
     def version(self, name: str | None) -> str:

@@ -38,6 +38,7 @@ from pigou.worker.engine_thread.mock_worker import (
     read_mock_adapter,
     timed,
 )
+from pigou.worker.http.pooling import embedding_dimensions, pooling_of
 from pigou.worker.http.served_model import (
     ServedModel,
     chat_template,
@@ -384,6 +385,8 @@ def _served(
         template=template,
         tool_format=tool_format(template, config.tool_call_parser),
         reasoning=reasoning_family(template, config.reasoning_parser),
+        pooling="none" if config.sleeps else pooling_of(folder, config.pooling),
+        dimensions=embedding_dimensions(_read_spec(folder)),
         eos=within(eos, limits.vocab_size),
         limits=limits,
         defaults=sampling_defaults(tokenizer.generation),
