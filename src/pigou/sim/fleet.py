@@ -40,6 +40,7 @@ from pigou.placement.gang_scheduler import GangScheduler
 from pigou.placement.topology import Distance, distance
 from pigou.request import SECOND, UNKNOWN_LOCATION, EngineLimits, KVEvent, Location, Role, Worker
 from pigou.sim.dispatch import Dispatcher
+from pigou.sim.drafts import SimDrafts
 from pigou.sim.fleet_config import FleetConfig, TopologyConfig
 from pigou.sim.gateways import make_gateways
 from pigou.sim.network import Network, Way
@@ -277,6 +278,10 @@ class SimulatedFleet:
             stepwise=self._stepwise, lagging=None if late else self._lagging,
             tiers=spec.make_tiers(), seed=self._seed,
         )  # fmt: skip
+        if spec.drafts is not None:
+            worker.sim.drafts = SimDrafts(
+                spec.drafts, spec.engine.max_seqs, self._seed, worker.number
+            )
         worker.missed_events = []
         if worker.registered:  # it died and came back before the death was noticed
             self.dispatcher.observe(WorkerDown(worker.name), now)

@@ -97,6 +97,14 @@ class Setup(ParallelOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     tier_recall: Annotated[
         bool, option("Prefetch a session's blocks before its next request is expected.", "Fleet")
     ] = True
+    speculation: Annotated[
+        str,
+        option(
+            "Draft tokens: acceptance=A[,num_speculative_tokens=4][,cost=C], C the draft model's "
+            "step in steps of the model (0: n-grams).",
+            "Fleet",
+        ),
+    ] = ""
     peer_reads: Annotated[
         bool | None,
         option(

@@ -22,6 +22,7 @@ from pigou.engine import startup_profiling
 from pigou.kv.tier_config import check_names
 from pigou.sim.client import ClientConfig, SimulatedClient
 from pigou.sim.cost import simulated_cost_meter
+from pigou.sim.drafts import read_drafts
 from pigou.sim.fleet import SimulatedFleet
 from pigou.sim.fleet_config import FleetConfig, ScalingConfig, WorkerGroup
 from pigou.sim.membership import Membership
@@ -216,7 +217,9 @@ def _worker_specs(
             limits[name] *= split.dp
         # A sequence longer than all blocks is refused anyway, and needs no rows in the tables.
         kv_tokens = blocks * group.block_size + 1
+        drafts = read_drafts(setup.speculation)
         engine = EngineConfig(
+            num_speculative_tokens=drafts.num_speculative_tokens if drafts is not None else 0,
             blocks=blocks,
             max_model_len=min(setup.max_model_len or max_tokens, kv_tokens),
             prefix_caching=group.prefix_caching,
@@ -233,7 +236,7 @@ def _worker_specs(
         rehearsed = measure_speeds(built.timing, engine) if rehearses else ()
         heads = kv_heads(setup.model)
         specs.append(replace(spec, layout=layout, rehearsed=rehearsed, gpus=split.gpus,
-                             dp=split.dp, kv_heads=heads))  # fmt: skip
+                             dp=split.dp, kv_heads=heads, drafts=drafts))  # fmt: skip
     return specs, overhead_s
 
 
@@ -264,9 +267,17 @@ def _figures(workers: Sequence[FleetWorker], duration_ns: int) -> list[dict[str,
                 "busy": busy_ns / duration_ns if duration_ns else 0.0,
                 "prefix_hit_ratio": hits / queries if queries else 0.0,
                 **_tiers(worker),
+                **_drafts(worker),
             }
         )
     return figures
+
+
+def _drafts(worker: FleetWorker) -> dict[str, Any]:
+    pricer = worker.sim.core.drafts if worker.sim is not None else None
+    if pricer is None:
+        return {}
+    return {"draft_tokens": pricer.draft_tokens, "accepted_tokens": pricer.accepted_tokens}
 
 
 def _tiers(worker: FleetWorker) -> dict[str, Any]:

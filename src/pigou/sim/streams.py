@@ -177,10 +177,11 @@ def count(
             first_rows[begun] = row
             begun += 1
         else:
-            gap = end_times[0] - last_token_ns[row]
-            histogram[_class_of(gap)] += 1
-            sums[GAPS] += 1
-            sums[GAPS_NS] += gap
+            many = max(tokens[i] - steps + 1, 1)  # tokens of the first step, drafts among them
+            gap = max((end_times[0] - last_token_ns[row]) // many, 1)
+            histogram[_class_of(gap)] += many
+            sums[GAPS] += many
+            sums[GAPS_NS] += gap * many
             running += 1
         last_token_ns[row] = end_times[steps - 1]
     if running:

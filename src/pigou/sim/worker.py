@@ -15,6 +15,7 @@ from pigou.engine.core import EngineCore
 from pigou.engine.plan import Effects, Plan, Result
 from pigou.kv.tiers import Tiers
 from pigou.request import Counts, Ints, KVEvent, Nanos, Request
+from pigou.sim.drafts import SimDrafts
 from pigou.sim.request_run import Leg, Listener, Publish
 from pigou.sim.streams import ITLHistogram, Streams
 from pigou.sim.tiers import TierLinks
@@ -60,6 +61,8 @@ class SimWorker:
     KV events are published with steps that compute, end or preempt; a chunked prompt's before the
     control plane looks (`catch_up`).
     """
+
+    drafts: SimDrafts | None = None  # speculation
 
     def __init__(
         self, number: int, config: EngineConfig, timing: Timing, clock: Clock,
@@ -263,7 +266,7 @@ class SimWorker:
     def _schedule(self, now: int) -> None:
         if self.links is not None and self.core.waiting:
             self.links.measure(now, self._notice_ns())
-        plan = self.core.schedule(now)
+        plan = self.core.schedule(now, drafts=None if self.drafts is None else self.drafts.offers)
         if self.links is not None:
             self.links.make(plan.moves, now)
             self.links.expect(now)
@@ -274,7 +277,7 @@ class SimWorker:
                 self._inbox.open(self.steps, now, lambda: self._idle)
                 self._plan_next(now)
             return
-        repeat = 1 if self._stepwise else min(plan.repeat, MAX_STEPS)
+        repeat = 1 if self._stepwise or plan.drafts_pay else min(plan.repeat, MAX_STEPS)
         chunks = repeat > 1 and plan.counts.item(-1) > 1
         yield_rows = plan.rows[:-1] if chunks else plan.rows
         if repeat > 1:
@@ -286,6 +289,8 @@ class SimWorker:
         self._plan, self._begin_ns, self._yield_rows = plan, now, yield_rows
         step_key = self._step_keys.of(plan, self.steps) if self._varies else None
         self._end_times = step_end_times(self.timing, now, plan, repeat, step_key)
+        if self.drafts is not None:
+            self._end_times += self.drafts.draft(plan, self.timing)
         self._many_chunks, self._first_end_ns = chunks and repeat > 1, self._end_times.item(0)
         if self._many_chunks and self._lagging is not None:
             self._lagging[self.number] = self
@@ -320,7 +325,10 @@ class SimWorker:
         plan, steps = self._plan, self._end_step
         assert plan is not None
         self._end_plan()
-        effects = self.core.apply(plan, Result(steps=steps))
+        result = Result(steps=steps)
+        if self.drafts is not None:
+            result = self.drafts.verify(plan, self._begin_ns, self._end_times[:steps])
+        effects = self.core.apply(plan, result)
         self.steps += steps
         self.busy_ns += now - self._begin_ns
         self.meter.count(plan, steps, now - self._begin_ns)

@@ -12,6 +12,7 @@ from pigou.kv.offload import RecomputeCost
 from pigou.kv.resharding import TransferSplit, heads_of_rank, split_of
 from pigou.kv.tiers import Tiers
 from pigou.request import KVEvent, Rehearsed, Role, Worker
+from pigou.sim.drafts import DraftConfig
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.setup import TierConfig
 from pigou.sim.tiers import simulated_tiers
@@ -38,6 +39,7 @@ class WorkerSpec:
     rehearsed: tuple[Rehearsed, ...] = ()  # speeds measured before it is ready
     gpus: int = 1
     kv_heads: int = 0  # KV heads of its model; 0 if unknown
+    drafts: DraftConfig | None = None  # speculation
     dp: int = 1  # ranks with KV of their own, among `gpus`
 
     def make_tiers(self) -> Tiers | None:
