@@ -32,7 +32,6 @@ _ELSEWHERE = {
     "--enable-prefix-caching": "leave it out: it is on, and --no-prefix-caching turns it off",
     "--enforce-eager": "leave it out: there are no CUDA graphs",
     "--gpu-memory-utilization": "give --memory, as 20GiB, for KV blocks",
-    "--kv-cache-dtype": "leave it out: the KV cache has the model's dtype",
     "--max-num-batched-tokens": "give --max-batched-tokens",
     "--max-num-seqs": "give --max-seqs",
     "--mem-fraction-static": "give --memory, as 20GiB, for KV blocks",

@@ -98,13 +98,25 @@ def chain_of(
 _block = partial(tuple.__new__, Block)
 
 
+#: Bytes of a number, and of the scale of a token's key or value, by `KVLayout.dtype`.
+KV_BYTES = {
+    "float32": (4, 0), "bfloat16": (2, 0), "fp8_e4m3": (1, 0), "int8_per_token_head": (1, 2),
+}  # fmt: skip
+
+
+def head_bytes(dtype: str, head_dim: int, block_size: int) -> int:
+    """Return the bytes of one head's keys in a block: numbers, then a scale per token."""
+    number, scale = KV_BYTES[dtype]
+    return block_size * (head_dim * number + scale)
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """Memory layout of one KV block."""
 
     model: str
     digest: str  # digest of the weights, or of what identifies them (hexadecimal)
-    dtype: str  # dtype of keys and values, torch's name without `torch.` (`float32`, `bfloat16`)
+    dtype: str  # format of keys and values, of `KV_BYTES` or the engine's own name
     block_size: int  # tokens in a block
     layers: int  # layers that have a KV cache
     kv_heads: int  # key-value heads of a layer

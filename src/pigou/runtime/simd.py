@@ -21,7 +21,6 @@ from pigou.compiled import share
 LANES = 16
 
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
-_HALVES = ir.VectorType(ir.IntType(16), LANES)
 _WORDS = ir.VectorType(ir.IntType(32), LANES)
 _WORD = ir.IntType(32)
 _INDEX = ir.IntType(64)
@@ -58,13 +57,10 @@ def bits_of(_context: Any, _number: Any) -> Any:
 
 @instruction
 def widen(_context: Any, stored: Any) -> Any:
-    """Convert a stored number to float32; bfloat16 is stored as uint16."""
+    """Convert a stored number to float32 (see `_widened`)."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        if stored == types.float32:
-            return arguments[0]
-        word = builder.zext(arguments[0], _WORD)
-        return builder.bitcast(builder.shl(word, ir.Constant(_WORD, 16)), ir.FloatType())
+        return _widened(builder, arguments[0], stored, 0)
 
     return types.float32(stored), generate
 
@@ -76,12 +72,73 @@ def narrow(_context: Any, _number: Any, like: Any) -> Any:
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         if like.dtype == types.float32:
             return arguments[0]
+        if like.dtype == types.int8:
+            return _int8(builder, arguments[0])
+        if like.dtype == types.uint8:
+            return _e4m3(builder, arguments[0])
         word = builder.bitcast(arguments[0], _WORD)
         odd = builder.and_(builder.lshr(word, ir.Constant(_WORD, 16)), ir.Constant(_WORD, 1))
         rounded = builder.add(word, builder.add(odd, ir.Constant(_WORD, 0x7FFF)))
         return builder.trunc(builder.lshr(rounded, ir.Constant(_WORD, 16)), ir.IntType(16))
 
     return like.dtype(types.float32, like), generate
+
+
+def _widened(builder: Any, number: Any, stored: Any, lanes: int) -> Any:
+    """Convert `lanes` numbers (0 for a scalar) to float32.
+
+    bfloat16 is stored as uint16, int8 as itself, FP8 E4M3 as uint8.
+    """
+
+    def constant(value: float, kind: Any) -> Any:
+        if not lanes:
+            return ir.Constant(kind, value)
+        return ir.Constant(ir.VectorType(kind, lanes), [value] * lanes)
+
+    real = ir.VectorType(ir.FloatType(), lanes) if lanes else ir.FloatType()
+    if stored == types.float32:
+        return number
+    if stored == types.int8:
+        return builder.sitofp(number, real)
+    word = builder.zext(number, ir.VectorType(_WORD, lanes) if lanes else _WORD)
+    if stored == types.uint16:
+        return builder.bitcast(builder.shl(word, constant(16, _WORD)), real)
+    sign = builder.shl(builder.and_(word, constant(0x80, _WORD)), constant(24, _WORD))
+    rest = builder.shl(builder.and_(word, constant(0x7F, _WORD)), constant(20, _WORD))
+    tiny = builder.bitcast(builder.or_(sign, rest), real)  # exponents differ by 120
+    return builder.fmul(tiny, constant(2.0**120, ir.FloatType()))
+
+
+def _int8(builder: Any, number: Any) -> Any:
+    """Round a float32 to the nearest int8 in [-127, 127], ties to even."""
+    for bound, order in ((127.0, "<"), (-127.0, ">")):
+        limit = ir.Constant(ir.FloatType(), bound)
+        number = builder.select(builder.fcmp_ordered(order, number, limit), number, limit)
+    # The mantissa of 1.5 * 2^23 plus the number ends in its nearest integer.
+    shifted = builder.fadd(number, ir.Constant(ir.FloatType(), 1.5 * 2.0**23))
+    return builder.trunc(builder.bitcast(shifted, _WORD), ir.IntType(8))
+
+
+def _e4m3(builder: Any, number: Any) -> Any:
+    """Round a float32 to the nearest FP8 E4M3, ties to even, at most 448."""
+
+    def constant(value: int) -> Any:
+        return ir.Constant(_WORD, value)
+
+    word = builder.bitcast(number, _WORD)
+    sign = builder.and_(builder.lshr(word, constant(24)), constant(0x80))
+    size, limit = builder.and_(word, constant(0x7FFFFFFF)), constant(0x43E00000)  # 448
+    size = builder.select(builder.icmp_unsigned("<", size, limit), size, limit)
+    odd = builder.and_(builder.lshr(size, constant(20)), constant(1))
+    rounded = builder.add(size, builder.add(odd, constant(0x7FFFF)))
+    normal = builder.sub(builder.lshr(rounded, constant(20)), constant(120 << 3))
+    # Below 2^-6, codes count 2^-9, the unit in the last place of 2^14.
+    shifted = builder.fadd(
+        builder.bitcast(size, ir.FloatType()), ir.Constant(ir.FloatType(), 2.0**14)
+    )
+    small = builder.sub(builder.bitcast(shifted, _WORD), constant(0x46800000))
+    code = builder.select(builder.icmp_unsigned("<", size, constant(0x3C800000)), small, normal)
+    return builder.trunc(builder.or_(code, sign), ir.IntType(8))
 
 
 @instruction
@@ -104,10 +161,9 @@ def product(
     """
     whole = types.intp
     signature = types.void(whole, whole, whole, whole, whole, whole, whole, kind, rows)
-    wide = kind.dtype == types.float32
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        body = _Product(builder, arguments, rows.literal_value, wide)
+        body = _Product(builder, arguments, rows.literal_value, kind.dtype)
         body.write()
         return context.get_dummy_value()
 
@@ -149,14 +205,14 @@ def accumulate(_context: Any, target: Any, source: Any, stride: Any, rows: Any) 
 class _Product:
     """Generates the code of `product`."""
 
-    def __init__(self, builder: Any, arguments: Any, rows: int, wide: bool) -> None:
+    def __init__(self, builder: Any, arguments: Any, rows: int, stored: Any) -> None:
         self.builder = builder
         self.a, self.a_stride, self.b, self.b_stride, self.c, self.c_stride, self.depth = arguments[
             :7
         ]
         self.rows = rows
         self.parts = max(1, _SUMS // rows)
-        self.wide = wide
+        self.stored = stored
 
     def write(self) -> None:
         builder = self.builder
@@ -220,12 +276,11 @@ class _Product:
     def _line(self, at: Any) -> Any:
         """Load 16 numbers of row `at` of B, widened."""
         builder = self.builder
-        offset = builder.mul(self.b_stride, at)
-        if self.wide:
-            return builder.load(self._pointer(self.b, offset, 4, _VECTOR), align=4)
-        halves = builder.load(self._pointer(self.b, offset, 2, _HALVES), align=2)
-        words = builder.shl(builder.zext(halves, _WORDS), ir.Constant(_WORDS, [16] * LANES))
-        return builder.bitcast(words, _VECTOR)
+        offset, size = builder.mul(self.b_stride, at), self.stored.bitwidth // 8
+        wide = self.stored == types.float32
+        kind = _VECTOR if wide else ir.VectorType(ir.IntType(8 * size), LANES)
+        line = builder.load(self._pointer(self.b, offset, size, kind), align=size)
+        return _widened(builder, line, self.stored, LANES)
 
     def _pointer(self, address: Any, offset: Any, size: int, kind: Any) -> Any:
         builder = self.builder

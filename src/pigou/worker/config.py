@@ -26,6 +26,7 @@ from pigou.tracing.config import TracingConfig
 
 ExecutorKind = Literal["torch", "sleep"]
 JsonWhitespace = Literal["compact", "flexible"]
+KVCacheDtype = Literal["auto", "bf16", "fp32", "int8_per_token_head", "fp8_e4m3"]
 Quantization = Literal["auto", "int8", "fp8", "none"]
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
 Pooling = Literal["auto", "last", "mean", "none"]
@@ -122,6 +123,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         bool,
         option("Prefetch a session's blocks before its next request is expected.", "KV memory"),
     ] = True
+    kv_cache_dtype: Annotated[
+        KVCacheDtype,
+        option(
+            "Format of keys and values: auto is the model's dtype, int8_per_token_head keeps a "
+            "scale per token and head, fp8_e4m3 none.",
+            "KV memory",
+        ),
+    ] = "auto"
     prefix_caching: Annotated[
         bool, option("Keep finished blocks for requests with the same prefix.", "KV memory")
     ] = True

@@ -41,8 +41,8 @@ HeadRotation: TypeAlias = tuple[Stored, float, Floats]
 #: Scale, window and soft cap of scores (0 for none); sinks per query head, or an empty array.
 Scoring: TypeAlias = tuple[float, int, float, Floats]
 #: One cache layer: `StepBatch.locations`, shape (3, >= tokens); block tables, shape (rows,
-#: blocks); `kv`; block size.
-PagedLayer: TypeAlias = tuple[Ints, Ints, Stored, int]
+#: blocks); `kv`; its scales (blocks, 2, kv_heads, block size), or an empty array; block size.
+PagedLayer: TypeAlias = tuple[Ints, Ints, Stored, Stored, int]
 
 
 class CPUAttention(PagedAttention):
@@ -60,16 +60,19 @@ class CPUAttention(PagedAttention):
         super().__init__(config, cache, tables, context)
         self._forms = [config.layer_attention(layer) for layer in range(config.layers)]
         self._layers = [stored(self._view(layer)) for layer in range(config.layers)]
+        self._scales = [stored(cache.scales(cache.data[:, i])) for i in range(config.layers)]
         self._no_sinks = np.empty(0, dtype=np.float32)
         self._tables = {config.head_dim: self.turns.numpy()}
         for width in {form.head_dim for form in self._forms} - {config.head_dim}:
             self._tables[width] = self._rotary_table(context, width).numpy()
-        self._no_norm = np.empty((2, 0), dtype=self._layers[0].dtype)
+        self._no_norm = stored(torch.empty((2, 0), dtype=cache.dtype))
         self._norms: dict[int, Stored] = {}
 
     def _view(self, layer: int) -> Tensor:
         form, both = self._forms[layer], self.cache.data[:, layer]
         width = form.head_dim * self.block_size
+        if self.cache.quantised:
+            return both[..., :width]
         own = both.flatten(2)[:, :, : form.kv_heads * width]
         return own.view(*own.shape[:2], form.kv_heads, width)
 
@@ -106,7 +109,7 @@ class CPUAttention(PagedAttention):
         rotation = (norms, eps, self._tables[form.head_dim])
         lone = self._no_sinks if sinks is None else sinks.float().numpy()
         scoring = (form.scale, form.window, form.softcap, lone)
-        cached = (batch.locations, self.tables, kv, size)
+        cached = (batch.locations, self.tables, kv, self._scales[layer], size)
         if batch.singles:
             tasks = (0, batch.singles * form.kv_heads)
             mass = None if self.watch is None else self.watch.target(layer)
@@ -220,8 +223,8 @@ def multiply(
 
 @fast
 def attention_probabilities(
-    query: Floats, kv: Stored, table: Ints, head: int, entries: int, max_entries: int,
-    block_size: int, scoring: Scoring, scores: Floats,
+    query: Floats, kv: Stored, scales: Stored, table: Ints, head: int, entries: int,
+    max_entries: int, block_size: int, scoring: Scoring, scores: Floats,
 ) -> int:  # fmt: skip
     """Write one KV head's attention probabilities to `scores` (rows, slots), zero-padded.
 
@@ -246,6 +249,8 @@ def attention_probabilities(
                     scores.ctypes.data + (first * stride + block * block_size + t) * _FLOAT_BYTES,
                     stride, width, kv, step,
                 )  # fmt: skip
+        if len(scales):
+            apply_scales(scores, scales[table[block], KEYS, head], block * block_size)
     lanes = np.empty(LANES, np.float32)
     for row in range(rows):
         seen = min(entries + row, max_entries)
@@ -264,10 +269,13 @@ def attention_probabilities(
 
 @fast
 def weighted_values(
-    scores: Floats, kv: Stored, table: Ints, head: int, first_block: int, entries: int,
-    block_size: int, out: Floats,
+    scores: Floats, kv: Stored, scales: Stored, table: Ints, head: int, first_block: int,
+    entries: int, block_size: int, out: Floats,
 ) -> None:  # fmt: skip
-    """Sum the values of a sequence's entries up to `entries`, weighted by `scores`."""
+    """Sum the values of a sequence's entries up to `entries`, weighted by `scores`.
+
+    Scales of values are multiplied into `scores`.
+    """
     rows, width = out.shape
     stride = scores.shape[1]
     base = kv.ctypes.data + head * kv.strides[2] + kv.strides[1]
@@ -276,6 +284,8 @@ def weighted_values(
     for block in range(first_block, stride // block_size):
         values = base + table[block] * kv.strides[0]
         depth = min(block_size, entries - block * block_size)
+        if len(scales):
+            apply_scales(scores, scales[table[block], VALUES, head], block * block_size)
         for first in range(0, rows, step):
             for d in range(0, width, LANES):
                 multiply(
@@ -286,15 +296,39 @@ def weighted_values(
 
 
 @fast
+def apply_scales(scores: Floats, scales: Stored, first: int) -> None:
+    """Multiply the scores of a block's entries, from slot `first` on, by their scales."""
+    for row in range(len(scores)):
+        for t in range(len(scales)):
+            scores[row, first + t] *= widen(scales[t])
+
+
+@fast
+def put_scale(head: Stored, scales: Stored, offset: int) -> Any:
+    """Store the int8 scale of a key or value at `offset`; return its inverse."""
+    largest = np.float32(0.0)
+    for d in range(len(head)):
+        largest = max(largest, abs(widen(head[d])))
+    scales[offset] = narrow(largest / np.float32(127.0), scales)
+    scale = widen(scales[offset])
+    return np.float32(1.0) / scale if scale > 0 else np.float32(0.0)
+
+
+@fast
 def store(
-    key: Floats, value: Stored, kv: Stored, table: Ints, head: int, slot: int, block_size: int
-) -> None:
+    key: Floats, value: Stored, kv: Stored, scales: Stored, table: Ints, head: int, slot: int,
+    block_size: int,
+) -> None:  # fmt: skip
     """Store a rotated key and a value in slot `slot` of a sequence."""
     block, offset = table[slot // block_size], slot % block_size
     keys, values = kv[block, KEYS, head], kv[block, VALUES, head]
+    key_unit = value_unit = np.float32(1.0)
+    if len(scales):
+        key_unit = put_scale(key, scales[block, KEYS, head], offset)
+        value_unit = put_scale(value, scales[block, VALUES, head], offset)
     for d in range(len(key)):
-        keys[d * block_size + offset] = narrow(key[d], kv)
-        values[offset * len(key) + d] = value[d]
+        keys[d * block_size + offset] = narrow(key[d] * key_unit, kv)
+        values[offset * len(key) + d] = narrow(widen(value[d]) * value_unit, kv)
 
 
 @fast
@@ -329,7 +363,7 @@ def decode(
     specialization).
     """
     norms, eps, turns = rotation
-    locations, tables, kv, block_size = layer
+    locations, tables, kv, scales, block_size = layer
     _, heads, width = out.shape
     kv_heads = kv.shape[2]
     group = heads // kv_heads
@@ -343,20 +377,21 @@ def decode(
         turn, slot = turns[locations[POSITION, token]], locations[SLOT, token]
         table = tables[locations[ROW, token]]
         rotate(qkv[token, heads + head], norms[KEY_NORM], eps, turn, 1.0, key)
-        store(key, qkv[token, heads + kv_heads + head], kv, table, head, slot, block_size)
+        value = qkv[token, heads + kv_heads + head]
+        store(key, value, kv, scales, table, head, slot, block_size)
         for j in range(group):
             rotate(qkv[token, head * group + j], norms[QUERY_NORM], eps, turn, scale, query[j])
         stride = (slot + block_size) // block_size * block_size
         scores = scratch[: queries * stride].reshape(queries, stride)
         own = (scale, window, softcap, sinks[head * group : (head + 1) * group])
         first = attention_probabilities(
-            query, kv, table, head, slot + 1, slot + 1, block_size, own, scores
+            query, kv, scales, table, head, slot + 1, slot + 1, block_size, own, scores
         )
         if mass is not None:
             _, _, owns = mass
             owned = owns[locations[ROW, token]]
             add_mass(scores, group, mass, head, table, owned, slot + 1, block_size)
-        weighted_values(scores, kv, table, head, first, slot + 1, block_size, result)
+        weighted_values(scores, kv, scales, table, head, first, slot + 1, block_size, result)
         for j in range(group):
             for d in range(width):
                 out[token, head * group + j, d] = narrow(result[j, d], out)
@@ -368,7 +403,7 @@ def rotate_and_store(
 ) -> None:
     """Normalize and rotate queries and keys of tokens in place; store keys and values."""
     norms, eps, turns = rotation
-    locations, tables, kv, block_size = layer
+    locations, tables, kv, scales, block_size = layer
     width = qkv.shape[2]
     kv_heads = kv.shape[2]
     heads = qkv.shape[1] - 2 * kv_heads
@@ -383,7 +418,7 @@ def rotate_and_store(
                 qkv[token, head, d] = narrow(turned[d], qkv)
             if head >= heads:
                 value = qkv[token, head + kv_heads]
-                store(turned, value, kv, table, head - heads, slot, block_size)
+                store(turned, value, kv, scales, table, head - heads, slot, block_size)
 
 
 @fast
@@ -396,7 +431,7 @@ def prefill(
     `tiles` (tiles, 4) holds first token, count, first slot and batch row. `sums` (tiles, heads,
     slots) receives each entry's summed probabilities; None skips them (a separate specialization).
     """
-    _, tables, kv, block_size = layer
+    _, tables, kv, scales, block_size = layer
     _, heads, width = out.shape
     group = heads // kv.shape[2]
     scale, window, softcap, sinks = scoring
@@ -416,14 +451,16 @@ def prefill(
         scores = np.empty((rows, stride), np.float32)
         own = (scale, window, softcap, sinks[head : head + 1])
         first_block = attention_probabilities(
-            query[:rows], kv, table, kv_head, slot + 1, entries, block_size, own, scores
+            query[:rows], kv, scales, table, kv_head, slot + 1, entries, block_size, own, scores
         )
         if sums is not None:
             sums[tile, head, :stride] = np.float32(0.0)
             for t in range(0, stride, LANES):
                 target = sums[tile, head].ctypes.data + t * _FLOAT_BYTES
                 accumulate(target, scores.ctypes.data + t * _FLOAT_BYTES, stride, count)
-        weighted_values(scores, kv, table, kv_head, first_block, entries, block_size, result[:rows])
+        weighted_values(
+            scores, kv, scales, table, kv_head, first_block, entries, block_size, result[:rows]
+        )
         for j in range(count):
             for d in range(width):
                 out[first + j, head, d] = narrow(result[j, d], out)

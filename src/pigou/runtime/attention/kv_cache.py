@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pigou.kv.block import KVLayout
+from pigou.kv.block import KV_BYTES, KVLayout, head_bytes
 from pigou.request import Ints
 from pigou.runtime.models.model_config import ModelConfig
 from pigou.runtime.tensor_io import DeviceCopies, upload
@@ -23,22 +23,29 @@ KEYS, VALUES = 0, 1
 SOURCE, TARGET = 0, 1
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+#: Names of `KVLayout.dtype` by option; of stored numbers, by name.
+FORMATS = {"bf16": "bfloat16", "fp32": "float32"} | {
+    name: name for name in ("int8_per_token_head", "fp8_e4m3")
+}
+_STORED = {"int8_per_token_head": torch.int8, "fp8_e4m3": torch.uint8}
 
 
 def make_layout(
-    config: ModelConfig, *, model: str, digest: str, dtype: torch.dtype, block_size: int
-) -> KVLayout:
+    config: ModelConfig, *, model: str, digest: str, dtype: torch.dtype, block_size: int,
+    kv_dtype: str = "auto",
+) -> KVLayout:  # fmt: skip
     """Describe a model's blocks; each holds keys and values of all layers."""
-    elements = 2 * config.kv_heads * config.head_dim
+    name = str(dtype).removeprefix("torch.") if kv_dtype == "auto" else FORMATS[kv_dtype]
+    heads = 2 * config.kv_heads * config.layers
     return KVLayout(
         model=model,
         digest=digest,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=name,
         block_size=block_size,
         layers=config.layers,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        block_bytes=config.layers * elements * block_size * dtype.itemsize,
+        block_bytes=heads * head_bytes(name, config.head_dim, block_size),
     )
 
 
@@ -46,7 +53,8 @@ class KVCache:
     """KV blocks in one tensor; a block is contiguous over all layers.
 
     `data` is (blocks, layers, 2, kv_heads, head_dim * block_size). Keys are dimension-major and
-    values token-major, so both attention products read contiguously.
+    values token-major, so both attention products read contiguously. In int8_per_token_head, the
+    bytes of `block_size` scales (bfloat16) follow in the last axis. FP8 is stored as uint8.
     """
 
     def __init__(
@@ -57,15 +65,19 @@ class KVCache:
         host_blocks: int = 0,
         memory: memoryview | None = None,
         heads: range | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Allocate an empty cache; raises ValueError if `memory` is unsuitable.
 
         Ranks that share `memory` see their `heads` alone in `data`, and whole blocks elsewhere.
+        `dtype` is that of keys and values in use, by default the stored one.
         """
         self._layout = layout
-        shape = (blocks, layout.layers, 2, layout.kv_heads, layout.head_dim * layout.block_size)
+        stored = _STORED.get(layout.dtype) or getattr(torch, layout.dtype)
         raw = _bytes(blocks * layout.block_bytes, device, memory)
-        self.data: Tensor = raw.view(getattr(torch, layout.dtype)).view(shape)
+        self.data: Tensor = raw.view(stored).view(blocks, layout.layers, 2, layout.kv_heads, -1)
+        self.dtype: torch.dtype = dtype or stored
+        self.quantised = layout.dtype in _STORED
         if heads is not None:
             self.data = self.data[:, :, :, heads.start : heads.stop]
         self._raw = raw.view(blocks, layout.block_bytes)
@@ -84,17 +96,44 @@ class KVCache:
 
     def keys(self, layer: int) -> Tensor:
         """Return a view of a layer's keys, (blocks, kv_heads, head_dim, block_size)."""
-        layout = self._layout
-        return self._split(self.data[:, layer, KEYS], layout.head_dim, layout.block_size)
+        return self.split(self.data[:, layer : layer + 1])[KEYS][:, 0]
 
     def values(self, layer: int) -> Tensor:
         """Return a view of a layer's values, (blocks, kv_heads, block_size, head_dim)."""
-        layout = self._layout
-        return self._split(self.data[:, layer, VALUES], layout.block_size, layout.head_dim)
+        return self.split(self.data[:, layer : layer + 1])[VALUES][:, 0]
 
-    @staticmethod
-    def _split(part: Tensor, rows: int, columns: int) -> Tensor:
-        return part.view(*part.shape[:-1], rows, columns)
+    def split(self, data: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of keys and values in `data`, as `keys` and `values`, of all layers."""
+        width, size = self._layout.head_dim, self._layout.block_size
+        own = data[..., : width * size]
+        keys, values = own[:, :, KEYS], own[:, :, VALUES]
+        return keys.unflatten(-1, (width, size)), values.unflatten(-1, (size, width))
+
+    def scales(self, part: Tensor) -> Tensor:
+        """Return a view of the scales in `data` or part of it, (..., block_size); 0 for none."""
+        own = self._layout.head_dim * self._layout.block_size
+        if not KV_BYTES.get(self._layout.dtype, (0, 0))[1]:
+            return torch.empty((0,) * part.ndim, dtype=torch.bfloat16, device=part.device)
+        return part[..., own:].view(torch.bfloat16)
+
+    def encode(self, numbers: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return stored numbers of heads (..., head_dim), and their scales (...), if any."""
+        if self.data.dtype is torch.uint8:
+            codes = numbers.float().clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+            return codes.view(torch.uint8), None
+        if self.data.dtype is not torch.int8:
+            return numbers.to(self.data.dtype), None
+        scales = (numbers.abs().amax(-1).float() / 127.0).to(torch.bfloat16)
+        units = torch.where(scales > 0, 1.0 / scales.float(), 0.0).unsqueeze(-1)
+        return (numbers.float() * units).round_().clamp_(-127, 127).to(torch.int8), scales
+
+    def decode(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        """Return numbers in `dtype`; `scales`, if any, broadcast."""
+        if codes.dtype is torch.uint8:
+            codes = codes.view(torch.float8_e4m3fn)
+        if codes.dtype is not torch.int8 or scales is None:
+            return codes.to(self.dtype)
+        return (codes.float() * scales.float()).to(self.dtype)
 
     def as_bytes(self) -> Bytes | None:
         """Return a view of all blocks, (blocks, block_bytes); None off the CPU."""

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pigou.config import ConfigError
 from pigou.request import Ints
 from pigou.runtime.attention.batch import PromptChunk, StepBatch
 from pigou.runtime.attention.kv_cache import KEYS, VALUES, KVCache
@@ -63,8 +64,16 @@ class PagedAttention:
         self.block_size = cache.layout.block_size
         self.device = cache.data.device
         self.turns = self._rotary_table(context, config.head_dim)
+        self._same = cache.data.dtype is cache.dtype  # chunks attend to what is stored
         self._standard = all(layer.standard for layer in config.attention)
         self._gathered = torch.empty(0, dtype=cache.data.dtype, device=self.device)
+        uniform = all((f.kv_heads, f.head_dim) == (config.kv_heads, config.head_dim)
+                      for f in config.attention)  # fmt: skip
+        if cache.quantised and not uniform:
+            raise ConfigError(
+                f"kv_cache_dtype is {cache.layout.dtype!r}, and heads differ by layer in this "
+                "model; give auto"
+            )
 
     def begin(self, batch: StepBatch) -> None:
         """Start a step; prepares what its layers share."""
@@ -121,7 +130,7 @@ class PagedAttention:
         )
         self._blocks, self._offsets, positions = self._index(locations).unbind()
         turns = self.turns[positions]
-        self._turns = turns.to(self.cache.data.dtype).unsqueeze(1)
+        self._turns = turns.to(self.cache.dtype).unsqueeze(1)
 
     def _rotated(self, qkv: Tensor, norm: HeadNorm | None) -> tuple[Tensor, Tensor, Tensor]:
         """Split, normalize and rotate; results are (tokens, heads, head_dim)."""
@@ -137,11 +146,20 @@ class PagedAttention:
 
     def _store(self, layer: int, key: Tensor, value: Tensor) -> None:
         heads, width = key.shape[1:]
+        if self.cache.quantised:
+            both, at = self.cache.data[:, layer], (self._blocks, slice(None), self._offsets)
+            (keys, key_scales), (values, value_scales) = map(self.cache.encode, (key, value))
+            self.cache.keys(layer)[self._blocks, :, :, self._offsets] = keys
+            self.cache.values(layer)[at] = values
+            if key_scales is not None and value_scales is not None:
+                scales = self.cache.scales(both)
+                scales[:, KEYS][at], scales[:, VALUES][at] = key_scales, value_scales
+            return
         both = self.cache.data[:, layer].flatten(2)[:, :, : heads * width * self.block_size]
         shape = (len(both), heads, width, self.block_size)
-        both[:, KEYS].view(shape)[self._blocks, :, :, self._offsets] = key
+        both[:, KEYS].view(shape)[self._blocks, :, :, self._offsets] = key.to(both.dtype)
         shape = (len(both), heads, self.block_size, width)
-        both[:, VALUES].view(shape)[self._blocks, :, self._offsets] = value
+        both[:, VALUES].view(shape)[self._blocks, :, self._offsets] = value.to(both.dtype)
 
     def _decode_past(self, batch: StepBatch) -> Past:
         rows, slots = batch.rows[: batch.singles], batch.slots[: batch.singles]
@@ -153,7 +171,7 @@ class PagedAttention:
 
     def _chunk_past(self, chunk: PromptChunk) -> Past | None:
         """Return None for a chunk that attends only to itself, plainly, and is not tracked."""
-        if chunk.past == 0 and self.watch is None and self._standard:
+        if chunk.past == 0 and self.watch is None and self._standard and self._same:
             return None
         last = chunk.past + chunk.count - 1
         width = last // self.block_size + 1
@@ -239,21 +257,30 @@ class PagedAttention:
             self.watch.add(layer, chunk.row, table, chunk.past + end - chunk.first, sums)
 
     def _gather(self, layer: int, form: LayerAttention, past: Past) -> tuple[Tensor, Tensor]:
-        config, size = self.config, self.block_size
-        blocks = len(past.blocks)
-        half = blocks * config.kv_heads * config.head_dim * size
-        if self._gathered.numel() < 2 * half:  # allocating costs more than copying
-            self._gathered = self._gathered.new_empty(4 * half)
-        wide = (blocks, 2, config.kv_heads, config.head_dim * size)
-        both = self._gathered[: 2 * half].view(wide)
-        torch.index_select(self.cache.data[:, layer], 0, past.blocks, out=both)
+        size, blocks = self.block_size, len(past.blocks)
+        source = self.cache.data[:, layer]
+        count = blocks * source[0].numel()
+        if self._gathered.numel() < count:  # allocating costs more than copying
+            self._gathered = self._gathered.new_empty(2 * count)
+        both = self._gathered[:count].view(blocks, *source.shape[1:])
+        torch.index_select(source, 0, past.blocks, out=both)
         heads, width = form.kv_heads, form.head_dim
-        both = both.flatten(2)[:, :, : heads * width * size]
         shape = (past.sequences, blocks // past.sequences, heads)
-        keys = both[:, KEYS].view(*shape, width, size).permute(0, 2, 1, 4, 3)
-        values = both[:, VALUES].view(*shape, size, width).permute(0, 2, 1, 3, 4)
         flat = (past.sequences, heads, -1, width)
-        return keys.reshape(flat), values.reshape(flat)
+        scales = self.cache.scales(both)
+        if not self.cache.quantised:
+            both = both.flatten(2)[:, :, : heads * width * size].unflatten(2, (heads, -1))
+        own = both[..., : width * size]
+        keys = own[:, KEYS].unflatten(2, (width, size)).unflatten(0, shape[:2])
+        values = own[:, VALUES].unflatten(2, (size, width)).unflatten(0, shape[:2])
+        parts = keys.permute(0, 2, 1, 4, 3).reshape(flat), values.transpose(1, 2).reshape(flat)
+        if not len(scales):
+            return self.cache.decode(parts[KEYS], None), self.cache.decode(parts[VALUES], None)
+        units = scales.unflatten(0, shape[:2]).permute(2, 0, 3, 1, 4).flatten(3).unsqueeze(-1)
+        return (
+            self.cache.decode(parts[KEYS], units[KEYS]),
+            self.cache.decode(parts[VALUES], units[VALUES]),
+        )
 
     def _entries(self, width: int) -> Tensor:
         return torch.arange(width * self.block_size, device=self.device)

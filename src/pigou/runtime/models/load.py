@@ -51,6 +51,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     shard: Shard | None = None  # this rank's part of `config`; None for all
+    kv_dtype: str = "auto"  # format of keys and values, `dtype` if auto
 
     def layout(self, block_size: int) -> KVLayout:
         """Describe this model's KV blocks of `block_size` tokens."""
@@ -60,6 +61,7 @@ class LoadedModel:
             digest=self.digest,
             dtype=self.dtype,
             block_size=block_size,
+            kv_dtype=self.kv_dtype,
         )
 
     def cache(
@@ -67,7 +69,8 @@ class LoadedModel:
     ) -> KVCache:
         """Allocate an empty KV cache, optionally over `memory` (see `KVCache`)."""
         heads = None if self.shard is None else self.shard.kv_heads
-        return KVCache(self.layout(block_size), blocks, self.device, host_blocks, memory, heads)
+        layout = self.layout(block_size)
+        return KVCache(layout, blocks, self.device, host_blocks, memory, heads, self.dtype)
 
     def attention(self, cache: KVCache, tables: Ints, max_model_len: int) -> PagedAttention:
         """Build the attention of this rank's heads."""
@@ -129,11 +132,13 @@ def load(
     group: Group | None = None,
     quantization: str = "auto",
     expert_parallel: EplbConfig | None = None,
+    kv_dtype: str = "auto",
 ) -> LoadedModel:
     """Load a model from a Hugging Face folder or hub id; raises ModelError if that fails.
 
     With a group, its ranks share the model by tensor parallelism, and this one loads its part.
-    `quantization` as in `WeightSource`. Experts are shared whole, if `expert_parallel`.
+    `quantization` as in `WeightSource`, `kv_dtype` is auto or one of `FORMATS`. Experts are shared
+    whole, if `expert_parallel`.
     """
     folder = find_model(model)
     config = read_config(folder)
@@ -153,11 +158,12 @@ def load(
     return LoadedModel(
         name=str(model),
         folder=folder,
-        digest=digest_model(folder, quantization),
+        digest=digest_model(folder, quantization, kv_dtype),
         config=config,
         decoder=decoder,
         dtype=chosen,
         device=torch_device,
+        kv_dtype=kv_dtype,
         shard=shard,
     )
 

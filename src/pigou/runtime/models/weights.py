@@ -157,15 +157,15 @@ def find_model(model: str | Path) -> Path:
         raise ModelError(f"model {name!r} cannot be had from the hub: {error}") from None
 
 
-def digest_model(folder: Path, quantization: str = "auto") -> str:
-    """Hash config, requested format, each tensor's name, type, shape, first 4 KiB; 16 hex digits.
+def digest_model(folder: Path, *formats: str) -> str:
+    """Hash config, each tensor's name, type, shape, first 4 KiB, and formats; 16 hex digits.
 
     Fine-tuned models differ even if some layers were frozen. Raises ModelError on a damaged file.
     """
     digest = hashlib.blake2b(digest_size=8)
     digest.update(read_bytes(folder / "config.json"))
-    if quantization != "auto":
-        digest.update(quantization.encode())
+    if set(formats) - {"auto"}:
+        digest.update(repr(formats).encode())
     for path in sorted(find_weight_files(folder).paths):
         with path.open("rb") as file:
             size = file.read(8)

@@ -13,7 +13,7 @@ from pigou.compiled import kernel
 from pigou.kv.block import KVLayout
 from pigou.request import Ints
 from pigou.runtime.attention.batch import POSITION, ROW, SLOT, StepBatch
-from pigou.runtime.attention.kv_cache import KEYS, SOURCE, TARGET, VALUES, move_blocks
+from pigou.runtime.attention.kv_cache import SOURCE, TARGET, KVCache, move_blocks
 from pigou.runtime.simd import LANES, accumulate
 from pigou.runtime.tensor_io import stored
 from pigou.runtime.token_eviction.policy import (
@@ -132,17 +132,21 @@ class EntryStats:
         parts = sums.view(rows, heads, -1, self.size).transpose(1, 2).flatten(0, 1)
         self.numbers[:, layer, :, MASS_LINE].index_add_(0, blocks, parts)
 
-    def fill(self, data: Tensor, table: Ints, moves: Ints, counts: Ints) -> None:
-        """Compact a row (see `fill`); `data` is `KVCache.data`."""
-        _, layers, heads, _, size = self.numbers.shape
+    def fill(self, cache: KVCache, table: Ints, moves: Ints, counts: Ints) -> None:
+        """Compact a row of the cache (see `fill`)."""
+        _, _, heads, _, size = self.numbers.shape
         some = np.arange(moves.shape[1]) < counts[:, None]
         task = np.nonzero(some)[0]
         sources, targets = moves[some].T
         layer, head = self._upload(task // heads), self._upload(task % heads)
         source = self._block_offsets(sources, table[sources // size])
         target = self._block_offsets(targets, table[targets // size])
-        keys = data[:, :, KEYS].view(len(data), layers, heads, -1, size)
-        values = data[:, :, VALUES].view(len(data), layers, heads, size, -1)
+        keys, values = cache.split(cache.data)
+        scales = cache.scales(cache.data).view(torch.int16)
+        if len(scales):
+            scales[target[0], layer, :, head, target[1]] = scales[
+                source[0], layer, :, head, source[1]
+            ]
         keys[target[0], layer, head, :, target[1]] = keys[source[0], layer, head, :, source[1]]
         values[target[0], layer, head, target[1]] = values[source[0], layer, head, source[1]]
         lines = self.numbers
@@ -198,9 +202,9 @@ class CPUEntryStats(EntryStats):
         decays = np.array(folding.decays, dtype=np.float32)
         fold(rows, self.array, tables, owns, entries, decays, notable, float(clock))
 
-    def fill(self, data: Tensor, table: Ints, moves: Ints, counts: Ints) -> None:
-        """Compact a row."""
-        fill(stored(data), self.array, table, moves, counts)
+    def fill(self, cache: KVCache, table: Ints, moves: Ints, counts: Ints) -> None:
+        """Compact a row of the cache."""
+        fill(stored(cache.data), cache.layout.head_dim, self.array, table, moves, counts)
 
 
 class AttentionMassTracker:
@@ -416,11 +420,16 @@ def pair_holes(
 
 
 @kernel
-def fill(kv: NDArray[np.generic], numbers: Floats, table: Ints, moves: Ints, counts: Ints) -> None:
-    """Apply `pair_holes` moves, (layers * kv_heads, n, 2), to keys, values and side data."""
+def fill(
+    kv: NDArray[np.generic], width: int, numbers: Floats, table: Ints, moves: Ints, counts: Ints
+) -> None:
+    """Apply `pair_holes` moves, (layers * kv_heads, n, 2), to keys, values and side data.
+
+    Scales are what follows `size * width` numbers of a head, equally many per entry.
+    """
     _, layers, heads, lines, size = numbers.shape
     part = kv.shape[4]
-    width = part // size
+    more = part // size - width
     flat, sides = kv.reshape(-1), numbers.reshape(-1)
     #: Flat indices of each move's keys, values and side data, by `SOURCE` and `TARGET`.
     shape = (moves.shape[1], 2)
@@ -443,6 +452,12 @@ def fill(kv: NDArray[np.generic], numbers: Floats, table: Ints, moves: Ints, cou
             for i in range(counts[task]):
                 flat[keys[i, TARGET] + step] = flat[keys[i, SOURCE] + step]
         for i in range(counts[task]):
+            into, out = moves[task, i, TARGET] % size, moves[task, i, SOURCE] % size
+            source = np.int64(keys[i, SOURCE]) - out + size * width + out * more
+            target = np.int64(keys[i, TARGET]) - into + size * width + into * more
+            for d in range(more):
+                flat[target + d] = flat[source + d]
+                flat[target + heads * part + d] = flat[source + heads * part + d]
             for d in range(width):
                 step = np.uint64(d)
                 flat[values[i, TARGET] + step] = flat[values[i, SOURCE] + step]

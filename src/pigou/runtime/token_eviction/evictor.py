@@ -232,6 +232,7 @@ class Evictor:
         following = int(self.next[row])
         return RowEntries(
             kv=stored(self.cache.data),
+            scales=stored(self.cache.scales(self.cache.data)),
             numbers=self.stats.array,
             table=table,
             entries=int(self.entries[row]),
@@ -282,10 +283,12 @@ class Evictor:
         device = self.cache.data.device
         blocks = torch.from_numpy(table.astype(np.int64)).to(device)
         offsets = torch.from_numpy((slots % self.size).astype(np.int64)).to(device)
-        kv = self.cache.data
-        shape = (len(kv), *self.stats.numbers.shape[1:3])
-        keys = kv[:, :, KEYS].view(*shape, -1, self.size)[blocks, :, :, :, offsets]
-        values = kv[:, :, VALUES].view(*shape, self.size, -1)[blocks, :, :, offsets]
+        kv, scales = self.cache.data, self.cache.scales(self.cache.data)
+        codes = self.cache.split(kv)
+        keys, values = codes[KEYS][blocks, :, :, :, offsets], codes[VALUES][blocks, :, :, offsets]
+        units = [scales[blocks, :, k, :, offsets].unsqueeze(-1) if len(scales) else None
+                 for k in (KEYS, VALUES)]  # fmt: skip
+        keys, values = map(self.cache.decode, (keys, values), units)
         keys, values = (part.permute(1, 2, 0, 3).float() for part in (keys, values))
         content = self.policy.birth(keys, values, positions)
         lines = slice(line, line + len(self.policy.summary_fields))
@@ -322,7 +325,7 @@ class Evictor:
         moves = np.empty((heads, task.drop, 2), dtype=np.int32)
         counts = np.empty(heads, dtype=np.int32)
         pair_holes(np.ascontiguousarray(by_head), task.entries, moves, counts, self._dead)
-        self.stats.fill(self.cache.data, table, moves, counts)
+        self.stats.fill(self.cache, table, moves, counts)
         self.moved += int(counts.sum())
         self.entries[row] -= task.drop
         self.watch.owns[row] = min(self.watch.owns[row], task.first)

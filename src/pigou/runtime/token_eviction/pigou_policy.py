@@ -215,7 +215,8 @@ class CompiledReturns:
     def summarize(self, row: RowEntries, line: int) -> None:
         """Summarize a row's new entries into side data lines from `line` on."""
         stats = _stats(row)
-        kernels.summarize(row.kv, stats, row.stop, line, self._turns, self._scale, self._birth)
+        model = self._turns, self._scale, self._birth
+        kernels.summarize(row.kv, row.scales, stats, row.stop, line, *model)
 
     def predict(self, row: RowEntries, order: Floats) -> PredictedReturns:
         """Score a row's entries at power mean `order`, shape (layers, kv_heads)."""

@@ -85,8 +85,9 @@ class CacheEntries:
 class RowEntries(NamedTuple):
     """The cache entries of one row, in place in CPU memory."""
 
-    # the cache, shape (blocks, layers, 2, kv_heads, head_dim * size), bfloat16 as uint16.
+    # the cache, shape (blocks, layers, 2, kv_heads, head_dim * size), as `widen` reads them.
     kv: NDArray[Any]
+    scales: NDArray[Any]  # its scales (`KVCache.scales`), bfloat16 as uint16
     numbers: Floats  # side data (`EntryStats.numbers`)
     table: Ints  # block ids of the row
     entries: int

@@ -237,7 +237,7 @@ def turn_back(keys: Floats, cos: Floats, sin: Floats) -> None:
 @fast
 def load(keys: Stored, values: Stored, start: int, size: int, x: Floats) -> None:
     """Load keys and values of LANES entries of a head's block into x (2 * head_dim, LANES)."""
-    width = len(values) // size
+    width = len(x) // 2
     for d in range(width):
         line = keys[d * size + start : d * size + start + LANES]
         for lane in range(LANES):
@@ -250,7 +250,7 @@ def load(keys: Stored, values: Stored, start: int, size: int, x: Floats) -> None
 
 @fast
 def summarize(
-    kv: Stored, row: RowStats, stop: int, line: int, turns: Floats, scale: float,
+    kv: Stored, scales: Stored, row: RowStats, stop: int, line: int, turns: Floats, scale: float,
     weights: NetworkWeights,
 ) -> None:  # fmt: skip
     """Summarize new entries (`ReturnModel.birth`) while slots match across layers and heads."""
@@ -280,6 +280,10 @@ def summarize(
         for task in range(layers * heads):
             at, head = task // heads, task % heads
             load(kv[block, at, KEYS, head], kv[block, at, VALUES, head], start, size, x)
+            if len(scales):
+                for d in range(2 * width):
+                    for lane in range(LANES):
+                        x[d, lane] *= widen(scales[block, at, d // width, head, start + lane])
             turn_back(x[:width], cos, sin)
             hide(into[task], bias[task], x, hidden)
             content[:] = np.float32(0.0)
