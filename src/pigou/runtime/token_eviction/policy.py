@@ -87,7 +87,7 @@ class RowEntries(NamedTuple):
 
     # the cache, shape (blocks, layers, 2, kv_heads, head_dim * size), as `widen` reads them.
     kv: NDArray[Any]
-    scales: NDArray[Any]  # its scales (`KVCache.scales`), bfloat16 as uint16
+    scales: NDArray[Any]  # bfloat16 as uint16 (`KVCache.scales`)
     numbers: Floats  # side data (`EntryStats.numbers`)
     table: Ints  # block ids of the row
     entries: int
