@@ -46,11 +46,11 @@ class CUDAAttention(PagedAttention):
     @staticmethod
     def supports(config: ModelConfig, cache: KVCache) -> bool:  # noqa: ARG004
         """True on CUDA with Triton, where keys and values lie in the cache as plain heads."""
-        floats = cache.data.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        plain = cache.data.dtype is cache.dtype  # neither quantised nor narrower
         size = cache.layout.block_size
         whole = size & (size - 1) == 0 and size <= _ENTRIES
         cuda = cache.data.device.type == "cuda"
-        return cuda and floats and whole and importlib.util.find_spec("triton") is not None
+        return cuda and plain and whole and importlib.util.find_spec("triton") is not None
 
     def __init__(self, config: ModelConfig, cache: KVCache, tables: Ints, context: int) -> None:
         """Bind a cache; arguments as in `PagedAttention`."""
