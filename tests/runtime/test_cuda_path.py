@@ -43,6 +43,7 @@ from pigou_lab.gpu_check.profile import waits_per_step
 from pigou_lab.gpu_check.random_model import TINY, random_model
 
 DEVICE = torch.device("meta")
+RANDOM = random_model(TINY, "cpu", torch.float32)
 
 
 class AnyWeights(WeightSource):
@@ -185,6 +186,31 @@ def test_the_general_path_reads_nothing_within_a_step(
     assert logits.shape == (10, VOCAB)
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9)), min_size=1, max_size=4),
+    st.sampled_from([0.0, 0.9]),
+    st.sets(st.integers(0, 319), max_size=60),
+)
+@settings(max_examples=examples(12), deadline=None)
+def test_a_step_queued_before_its_predecessor_is_read_changes_no_token(
+    spans: list[tuple[int, int]], temperature: float, ends: set[int]
+) -> None:
+    outputs = []
+    for ahead in (False, True):
+        engine = LocalEngine(RANDOM, EngineConfig(blocks=32, max_model_len=64, max_seqs=4))
+        engine.executor.steps_ahead = ahead
+        made = []
+        for i, (prompt, count) in enumerate(spans):
+            params = SamplingParams(max_tokens=count, temperature=temperature, seed=i,
+                                    stop_token_ids=tuple(ends), ignore_eos=True)  # fmt: skip
+            made.append(engine.add([3 + i] * prompt, params))
+        while any(output.reason is None for output in made):
+            engine.step()
+        engine.core.check_integrity()
+        outputs.append([(output.tokens, output.reason) for output in made])
+    assert outputs[0] == outputs[1]
+
+
 # --- copies ------------------------------------------------------------------------------------
 
 
@@ -276,6 +302,7 @@ def test_kv_blocks_leave_room_for_a_full_step(free_gib: int) -> None:
     free = free_gib << 30
     room = kv_room(free, config, 2, 256, 2048)
     gathered = 3 * room / config.layers
+    assert kv_room(free, config, 2, 256, 2048, gathers=False) >= room
     logits = 256 * config.vocab * 18
     assert 0 <= room < free
     assert room + gathered + logits < free or room == 0

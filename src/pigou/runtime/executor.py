@@ -85,6 +85,7 @@ class TorchExecutor:
             if evictor.policy.recomputes:
                 self._recomputation = TokenRecomputation(model, cache, evictor, attention.turns)
         self._device = cache.data.device
+        self.steps_ahead = self._device.type == "cuda"
         self.sampler: Callable[[list[TokenSequence], Ops, torch.device], Sampler] = Sampler
         self.proposer: Proposer | None = None
         self._decoding: dict[int, TokenSequence] = {}  # rows of the last plan that go on
@@ -202,6 +203,8 @@ class TorchExecutor:
         with torch.inference_mode():
             if len(plan.drafts):
                 ended, durations = self._verify(plan, sequences, on_step, result)
+            elif self.steps_ahead and self._is_plain(plan, sequences):
+                ended, durations = self._steps_ahead(plan, sequences, on_step)
             else:
                 ended, durations = self._steps(plan, sequences, on_step)
         result.steps = steps = len(durations)
@@ -265,6 +268,68 @@ class TorchExecutor:
             if ended or last or not goes_on:
                 return ended, durations
             batch.advance(chosen.to(batch.tokens.dtype))
+
+    def _is_plain(self, plan: Plan, sequences: list[TokenSequence]) -> bool:
+        """True if rows only decode, and no draw depends on tokens that the host has yet to read."""
+        careful = (adjusts(s.params) or s.params.logprobs is not None for s in sequences)
+        alone = self.evictor is None and self.proposer is None
+        decodes = bool((plan.counts == 1).all() and plan.samples.all())
+        return plan.repeat > 1 and alone and decodes and not any(careful)
+
+    def _steps_ahead(
+        self, plan: Plan, sequences: list[TokenSequence], on_step: OnStep | None
+    ) -> tuple[dict[int, FinishReason], list[int]]:
+        """Run `_steps` with the next step queued on the device while a step's tokens are read.
+
+        The step after an end is queued in vain; its cache entries are written again or freed.
+        """
+        batch = self._lay_out(plan, sequences)
+        entries = batch.entries.tolist()
+        if self.lora is not None:
+            self.lora.begin(batch.rows, batch.last[batch.entries])
+        durations: list[int] = []
+        began = self._clock()
+        queued = self._queue_step(batch, sequences)
+        while True:
+            (chosen, failed, read), at = queued, len(durations) + 1
+            more = at < plan.repeat and self._clock() < plan.horizon
+            if more:
+                batch.advance(chosen.to(batch.tokens.dtype))
+                queued = self._queue_step(batch, [s.after(1) for s in sequences])
+            output = StepOutput(
+                tokens=np.full(len(plan.rows), -1, dtype=np.int32),
+                finished=np.zeros(len(plan.rows), dtype=np.bool_),
+                broken=dict(failed),
+            )
+            self._note(entries, sequences, read(), output)
+            durations.append(self._clock() - began)
+            goes_on = on_step is None or on_step(output)
+            began = self._clock()
+            ended = _ended(output)
+            if ended or not more or not goes_on:
+                return ended, durations
+
+    def _queue_step(
+        self, batch: StepBatch, sequences: list[TokenSequence]
+    ) -> tuple[Tensor, dict[int, str], Callable[[], list[int]]]:
+        """Queue a decode step; return its tokens (n,), failures, and a function that reads them."""
+        self._attention.begin(batch)
+        hidden = self.model.hidden(batch.tokens, self._attention, None)
+        sampler = IsolatedSampler(self.sampler, sequences, self.model.ops, self._device)
+        chosen, _, failed = sampler(self.model.logits, hidden)
+        if not chosen.is_cuda:
+            return chosen, failed, chosen.tolist
+        host = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
+        host.copy_(chosen, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def read() -> list[int]:
+            copied.synchronize()
+            tokens: list[int] = host.tolist()
+            return tokens
+
+        return chosen, failed, read
 
     def _verify(
         self, plan: Plan, sequences: list[TokenSequence], on_step: OnStep | None, result: Result

@@ -289,8 +289,12 @@ class ParallelModel(LoadedModel):
         max_model_len: int,
         eviction: EvictionConfig | None = None,
         lora: LoRABank | None = None,
+        enforce_eager: bool = True,  # noqa: ARG002
     ) -> TorchExecutor:
-        """Build an executor that leads the other ranks; raises ModelError or ConfigError."""
+        """Build an executor that leads the other ranks; raises ModelError or ConfigError.
+
+        Ranks step together: no graphs, and no step is queued ahead.
+        """
         if lora is not None:
             raise ConfigError(
                 f"tensor_parallel_size is {self.ranks.size}, and adapters are enabled; they are "
@@ -302,7 +306,9 @@ class ParallelModel(LoadedModel):
                 f"{self.ranks.size}: entries are evicted in one process only; leave one out"
             )
         self.ranks.context = max_model_len
-        return LoadedModel.executor(self, cache, tables, max_model_len)
+        executor = LoadedModel.executor(self, cache, tables, max_model_len, enforce_eager=True)
+        executor.steps_ahead = False
+        return executor
 
 
 # --- the other ranks ----------------------------------------------------------------------------

@@ -48,14 +48,18 @@ def device_name(device: torch.device) -> str:
 
 
 def kv_room(
-    free: int, config: ModelConfig, itemsize: int, max_seqs: int, max_batched_tokens: int
-) -> int:
-    """Return the bytes of a GPU left for KV blocks, beside logits, activations and gathers."""
+    free: int, config: ModelConfig, itemsize: int, max_seqs: int, max_batched_tokens: int,
+    *, gathers: bool = True,
+) -> int:  # fmt: skip
+    """Return the bytes of a GPU left for KV blocks, beside logits, activations and gathers.
+
+    Attention gathers a layer's keys and values where no kernel reads them by block tables.
+    """
     logits = max_seqs * config.vocab * _LOGIT_BYTES
     width = 4 * config.hidden + 3 * config.ffn + 4 * config.heads * config.head_dim
     activations = 2 * max_batched_tokens * width * itemsize
     left = GPU_SHARE * free - logits - activations
-    return max(0, int(left / (1 + 3 / config.layers)))
+    return max(0, int(left / (1 + 3 / config.layers * gathers)))
 
 
 def keep_memory() -> None:

@@ -65,6 +65,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "Model",
         ),
     ] = "auto"
+    enforce_eager: Annotated[
+        bool, option("Compute each decode step anew on CUDA, without CUDA graphs.", "Model")
+    ] = False
     threads: Annotated[int, option("Compute threads.", "Model")] = 1
     tensor_parallel_size: Annotated[
         int,

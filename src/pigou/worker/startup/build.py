@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,8 +147,9 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
     room = min(CPU_MEMORY, free // 4)
     if not on_cpu:
         room = kv_room(
-            free, loaded.config, loaded.dtype.itemsize, config.max_seqs, config.max_batched_tokens
-        )
+            free, loaded.config, loaded.dtype.itemsize, config.max_seqs,
+            config.max_batched_tokens, gathers=find_spec("triton") is None,
+        )  # fmt: skip
     blocks = _blocks(config, layout, max_tokens, room)
     tiers = open_tiers(config, layout, blocks)
     core = _core(config, blocks, max_tokens, tiers)
@@ -161,8 +163,9 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
         memory.buffer.data if memory is not None else None,
     )
     executor = loaded.executor(
-        cache, core.tables, core.config.max_model_len, core.config.eviction, bank
-    )
+        cache, core.tables, core.config.max_model_len, core.config.eviction, bank,
+        enforce_eager=config.enforce_eager,
+    )  # fmt: skip
     if (drafting := config.speculation) is not None:
         executor.proposer = make_proposer(drafting, loaded, core.config)
     model = _served(
