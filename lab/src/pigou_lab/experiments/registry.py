@@ -18,6 +18,7 @@ from pigou_lab.experiments import (
     paper,
     pareto,
     prices,
+    racks,
     regimes,
     table4,
     three_games,
@@ -136,6 +137,11 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         costs.costs, lambda rows, *_: costs.verdict(rows), 1, costs.LEVELS,
         ("contender", "itl_slo_s", "goodput_rps", "usd_per_million", "goodput_ratio",
          "price_ratio"), reads=False,
+    ),
+    "racks": Experiment(
+        "claims about racks: wide expert parallelism over co-located nodes (6x) and Hopper (30x)",
+        racks.racks, lambda rows, *_: racks.verdict(rows), 1, racks.LEVELS,
+        ("contender", "made", "analysed", "tok_s_gpu", "inside"), reads=False,
     ),
     "tiers": Experiment(
         "prefix hits by tier, G1 to G4, by load", tiers.tiers, lambda rows, *_: tiers.verdict(rows),

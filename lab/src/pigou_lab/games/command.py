@@ -30,6 +30,7 @@ from pigou_lab.games.caching_studies import (
     topology_distances,
 )
 from pigou_lab.games.dynamics import claims
+from pigou_lab.games.experts import activation_rows, herding, nested_pigou, worst_nested
 from pigou_lab.games.hierarchy import hierarchy_equilibrium, two_levels
 from pigou_lab.games.normal_form import KNOWN, NormalFormGame
 from pigou_lab.games.traffic import PoleLaw, heavy_limit, price_at, swinging
@@ -45,6 +46,7 @@ TOPOLOGIES = ("complete", "line", "two-level")
 _NODES = {"complete": "5,7,9", "line": "5,7,9,25,101,401", "two-level": "4,8,16,32"}
 #: Limit of numbers of nodes and slots; a line takes the square of it.
 MAX_COUNT = 2000
+MAX_TOKENS = 65_536
 _LOADS = "1e-6,0.1,0.5,0.8,0.9,0.99,0.999,0.9999,0.999999"
 T = TypeVar("T")
 
@@ -292,6 +294,39 @@ def rounds(
     write_json("--json", json, rows)
 
 
+@game.command("experts")
+def experts(
+    model: Annotated[str, typer.Option(help="A mixture of experts.")] = "deepseek-v3",
+    gpu: Annotated[str, typer.Option(help="GPU of each rank.")] = "H100",
+    ranks: Annotated[int, typer.Option(help="Ranks that share the experts.")] = 32,
+    copies: Annotated[str, typer.Option(help="Further copies of experts in all.")] = "32,256",
+    tokens: Annotated[str, typer.Option(help="Tokens of each rank.")] = "8,64,128,4096",
+    load: Annotated[str, typer.Option(help="Loads of experts, as --expert-load.")] = "zipf:0.6",
+    trials: Annotated[int, typer.Option(help="Random nested games of each depth.")] = 50,
+    json: Json = "",
+) -> None:
+    """Solve the nested game of workers and experts, and the game of activated copies."""
+    check_json(json)
+    check_bounds("--ranks", ranks, ge=1, le=MAX_COUNT)
+    check_bounds("--trials", trials, ge=1)
+    known = nested_pigou()
+    nested = [{"game": "worker, then copies (Pigou's)", "games": 1,
+               "price_of_anarchy": known.price_of_anarchy()}]  # fmt: skip
+    for depth in (1, 2):
+        nested.append({"game": f"affine, {depth} deep, the worst", "games": trials,
+                       "price_of_anarchy": worst_nested(depth, trials, 0)})  # fmt: skip
+    for number in (2, 3):
+        herd = herding(number)
+        settled = herd.settled(herd.even(), tolled=False)
+        nested.append({"game": f"activation, {number} copies", "games": 1,
+                       "price_of_anarchy": herd.layer_s(settled) / herd.optimum()})  # fmt: skip
+    _table(nested)
+    further, batches = _counts("--copies", copies), _counts("--tokens", tokens, MAX_TOKENS)
+    rows = _made(lambda: activation_rows(model, gpu, ranks, further, batches, load))
+    _table(rows)
+    write_json("--json", json, {"nested": nested, "activation_us": rows})
+
+
 def _made(make: Any) -> Any:
     """Call, and refuse what the game refuses as what was typed."""
     try:
@@ -317,12 +352,12 @@ def _numbers(option: str, text: str) -> list[float]:
         raise ConfigError(f"{option} is {text!r}; write numbers, as in 1,2.5") from None
 
 
-def _counts(option: str, text: str) -> list[int]:
+def _counts(option: str, text: str, limit: int = MAX_COUNT) -> list[int]:
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"{option} is {text!r}; write whole numbers, as in 5,7") from None
-    check_bounds(option, max(counts), le=MAX_COUNT)
+    check_bounds(option, max(counts), le=limit)
     return counts
 
 
