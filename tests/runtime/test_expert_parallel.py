@@ -29,6 +29,7 @@ from pigou.runtime.models.expert_parallel import (
 from pigou.runtime.models.experts import ExpertLoads, LoopedProducts, Routing
 from pigou.runtime.models.load import load
 from pigou.runtime.parallel import Group
+from pigou.worker.config import WorkerConfig
 from reference import Prompt, Reference, make_prompts
 
 FindFolder = Callable[[str], Path]
@@ -144,6 +145,23 @@ def test_copies_take_all_tokens_and_never_more_time_than_the_first_copies(
     assert shares.sum(1).tolist() == tokens.tolist()
     for expert, copies in enumerate(ranks_of):
         assert not shares[expert, len(copies) :].any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eplb_config": "{}"}, "enable_eplb is not"),
+        ({"enable_eplb": True}, "enable_expert_parallel is not"),
+        ({"enable_expert_parallel": True, "tensor_parallel_size": 1}, "above 1"),
+        ({"enable_expert_parallel": True, "enable_eplb": True,
+          "eplb_config": '{"policy": "default"}'}, "keys are window_size"),
+        ({"enable_expert_parallel": True, "enable_eplb": True,
+          "eplb_config": '{"window_size": 0}'}, "window_size is 0"),
+    ],
+)  # fmt: skip
+def test_options_that_say_nothing_alone_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        WorkerConfig(**{"tensor_parallel_size": 2, **changes})
 
 
 def test_what_cannot_be_spread_is_refused_by_name(folder: FindFolder) -> None:

@@ -47,6 +47,31 @@ def loads_of(worker: Worker) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--enable-expert-parallel",),
+        ("--enable-expert-parallel", "--enable-eplb", "--eplb-config",
+         '{"window_size": 8, "step_interval": 10, "num_redundant_experts": 2}'),
+    ],
+    ids=["fixed", "balanced"],
+)  # fmt: skip
+def test_processes_that_share_experts_answer_as_one(
+    options: tuple[str, ...], begin: Callable[..., Worker]
+) -> None:
+    body = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    prompts = ["experts of a mixture", "a b c d e f g", "x"]
+    alone = begin()
+    expected = [alone.complete(prompt, **body)["choices"][0]["text"] for prompt in prompts]
+    shared = begin("--tensor-parallel-size", "2", *options)
+    assert [shared.complete(p, **body)["choices"][0]["text"] for p in prompts] == expected
+    loads = loads_of(shared)
+    assert loads["ranks"] == 2
+    slots = EXPERTS + (2 if len(options) > 1 else 0)
+    assert all(len(row) == slots and set(row) == set(range(EXPERTS)) for row in loads["placements"])
+    assert shared.metric("pigou_experts_moved_total") == loads["moved"]
+
+
 def test_every_token_counts_once_for_each_of_its_experts(begin: Callable[..., Worker]) -> None:
     worker = begin()
     before = loads_of(worker)

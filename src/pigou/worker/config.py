@@ -8,13 +8,16 @@ from typing import Annotated, Literal
 import msgspec
 
 from pigou.config import (
+    NEVER,
     ConfigError,
+    EplbConfig,
     EvictionConfig,
     QueueOrder,
     SpeculativeConfig,
     check_bounds,
     check_fields,
     option,
+    read_eplb,
     read_speculation,
 )
 from pigou.kv.tier_config import HOST, StoreTier, check_names
@@ -36,7 +39,7 @@ _KV_BACKENDS = ("nixl", "shm", "tcp")
 #: Option headings.
 _EVENTS = "KV transfer and events"
 _TIMING = "Timing in place of a model"
-_LORA = "LoRA adapters"
+_LORA, _EXPERT_PARALLEL = "LoRA adapters", "enable_expert_parallel"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -77,6 +80,21 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "Model",
         ),
     ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        option("Share experts whole over the processes of --tensor-parallel-size.", "Model"),
+    ] = False
+    enable_eplb: Annotated[
+        bool, option("Move and copy experts between processes by their load.", "Model")
+    ] = False
+    eplb_config: Annotated[
+        str,
+        option(
+            "Balancing of experts, as vLLM's JSON: window_size, step_interval, "
+            "num_redundant_experts.",
+            "Model",
+        ),
+    ] = ""
     host: Annotated[str, option("Address that the HTTP server listens on.", "Server")] = "127.0.0.1"
     port: Annotated[int, option("Port to listen on; 0 picks a free one.", "Server")] = 8100
     json_whitespace: Annotated[
@@ -321,12 +339,26 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         self._check_lora()
         self._check_eviction()
         self._check_tensor_parallel()
+        _ = self.expert_parallel
         self._check_timing()
         if self.speculation is not None and (self.sleeps or self.eviction.policy):
             other = "the worker only takes time" if self.sleeps else "eviction is given"
             raise ConfigError(
                 f"speculative_config is {self.speculative_config!r}, and {other}; leave one out"
             )
+
+    @property
+    def expert_parallel(self) -> EplbConfig | None:
+        """How experts are shared over processes; None if they are not."""
+        for name, needed in (("eplb_config", "enable_eplb"), ("enable_eplb", _EXPERT_PARALLEL)):
+            if getattr(self, name) and not getattr(self, needed):
+                option = f"--{needed.replace('_', '-')}"
+                raise ConfigError(f"{name} is given, and {needed} is not; give {option}")
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError(f"{_EXPERT_PARALLEL} needs tensor_parallel_size above 1, not 1")
+        if not self.enable_expert_parallel:
+            return None
+        return read_eplb(self.eplb_config) if self.enable_eplb else EplbConfig(step_interval=NEVER)
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
