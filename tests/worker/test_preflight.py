@@ -45,7 +45,21 @@ def test_a_folder_that_no_worker_runs_is_refused(
 ) -> None:
     model = folder(tmp_path / "m", config, weights)
     with pytest.raises(ConfigError, match=words):
-        check_worker(WorkerConfig(model=model))
+        check_worker(WorkerConfig(model=model, model_impl="pigou"))
+
+
+def test_families_of_transformers_pass_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gemma = LLAMA | {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}
+    monkeypatch.setattr("pigou.models.read.find_spec", lambda _: object())
+    check_worker(WorkerConfig(model=folder(tmp_path / "m", gemma)))
+    quantized = folder(tmp_path / "q", gemma | {"quantization_config": {"quant_method": "awq"}})
+    with pytest.raises(ConfigError, match="quantized weights are not supported for transformers"):
+        check_worker(WorkerConfig(model=quantized))
+    monkeypatch.setattr("pigou.models.read.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"install pigou\[transformers\]"):
+        check_worker(WorkerConfig(model=folder(tmp_path / "m", gemma)))
 
 
 def test_models_that_workers_run_pass(tmp_path: Path) -> None:

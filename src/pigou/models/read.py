@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,31 @@ def served_family(config: HfConfig) -> Family:
     if activation != "silu":
         raise ModelError(f"hidden_act {activation!r} is not supported; supported: 'silu'")
     return described
+
+
+def choose_implementation(config: HfConfig, wanted: str) -> str:
+    """Return who computes a model: "pigou", or "transformers"; `wanted` may be "auto".
+
+    Raises ConfigError or ModelError if neither can.
+    """
+    if wanted != "transformers":
+        try:
+            served_family(config)
+        except (ConfigError, ModelError) as error:
+            if wanted == "pigou":
+                raise
+            reason = f"{error}; "
+        else:
+            return "pigou"
+    if quantisation_of(config.values):
+        raise ModelError(
+            "quantization_config: quantized weights are not supported for transformers' models; "
+            "use bf16 ones"
+        )
+    if find_spec("transformers") is None:
+        reason = "" if wanted == "transformers" else reason
+        raise ModelError(f"{reason}install pigou[transformers], which runs most decoders")
+    return "transformers"
 
 
 def family_named(name: str) -> str:

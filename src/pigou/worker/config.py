@@ -28,6 +28,7 @@ from pigou.text.reasoning import FAMILIES
 from pigou.tracing.config import TracingConfig
 
 ExecutorKind = Literal["torch", "sleep"]
+ModelImpl = Literal["auto", "pigou", "transformers"]
 JsonWhitespace = Literal["compact", "flexible"]
 KVCacheDtype = Literal["auto", "bf16", "fp32", "int8_per_token_head", "fp8_e4m3"]
 Quantization = Literal["auto", "int8", "fp8", "none"]
@@ -60,6 +61,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ] = ""
     device: Annotated[str, option("cpu, cuda or cuda:N.", "Model")] = "cpu"
     dtype: Annotated[str, option("auto, bf16 or fp32.", "Model")] = "auto"
+    model_impl: Annotated[
+        ModelImpl,
+        option(
+            "Who computes the model: pigou, transformers, or auto (pigou where it knows the "
+            "family).",
+            "Model",
+        ),
+    ] = "auto"
     quantization: Annotated[
         Quantization,
         option(

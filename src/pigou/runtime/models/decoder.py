@@ -45,6 +45,9 @@ class DecoderModel(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits (n, vocab) of hidden states (n, hidden)."""
 
+    def rotary_table(self, attention: PagedAttention) -> Tensor:
+        """Return cosines, then sines, of keys by position; raises ModelError if they differ."""
+
 
 @dataclass(slots=True)
 class Decoder:
@@ -80,6 +83,10 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits (n, vocab) of hidden states (n, hidden)."""
         return self.head(hidden)
+
+    def rotary_table(self, attention: PagedAttention) -> Tensor:
+        """Return cosines, then sines, of keys by position, (positions, head_dim)."""
+        return attention.turns
 
 
 def load_decoder(

@@ -9,10 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pigou.config import EplbConfig, EvictionConfig
+from pigou.config import ConfigError, EplbConfig, EvictionConfig
 from pigou.engine.plan import Plan, Started
 from pigou.kv.block import KVLayout
 from pigou.models import ModelError
+from pigou.models.hf_config import HfConfig
+from pigou.models.hf_config import read_config as read_source
+from pigou.models.read import choose_implementation
 from pigou.request import Ints, SamplingParams
 from pigou.runtime.attention.cpu_attention import CPUAttention
 from pigou.runtime.attention.cuda_attention import CUDAAttention
@@ -101,7 +104,8 @@ class LoadedModel:
         attention = self.attention(cache, tables, max_model_len)
         evictor = None
         if eviction is not None:
-            setting = EvictionContext(eviction, self.config, self.folder, attention.turns)
+            turns = self.decoder.rotary_table(attention)
+            setting = EvictionContext(eviction, self.config, self.folder, turns)
             policy = load_policy(eviction.policy, setting)
             evictor = Evictor(policy, eviction, cache, tables, self.config.group)
         model, graphs = self.decoder, None
@@ -133,14 +137,20 @@ def load(
     quantization: str = "auto",
     expert_parallel: EplbConfig | None = None,
     kv_dtype: str = "auto",
+    implementation: str = "auto",
 ) -> LoadedModel:
     """Load a model from a Hugging Face folder or hub id; raises ModelError if that fails.
 
     With a group, its ranks share the model by tensor parallelism, and this one loads its part.
     `quantization` as in `WeightSource`, `kv_dtype` is auto or one of `FORMATS`. Experts are shared
-    whole, if `expert_parallel`.
+    whole, if `expert_parallel`. The `implementation` is pigou, transformers, or auto: pigou where
+    it knows the family.
     """
     folder = find_model(model)
+    if _implementation(folder, implementation) == "transformers":
+        if group is not None:
+            raise ModelError(f"{folder}: ranks share models of the pigou implementation alone")
+        return _load_transformers(str(model), folder, dtype, device, (quantization, kv_dtype))
     config = read_config(folder)
     chosen = _dtype(dtype, config)
     torch_device = _device(device)
@@ -165,6 +175,41 @@ def load(
         device=torch_device,
         kv_dtype=kv_dtype,
         shard=shard,
+    )
+
+
+def _implementation(folder: Path, wanted: str) -> str:
+    if wanted == "pigou" or not (folder / "config.json").is_file():
+        return "pigou"
+    try:
+        return choose_implementation(HfConfig(folder, read_source(folder)), wanted)
+    except ConfigError as error:
+        raise ModelError(str(error)) from None
+
+
+def _load_transformers(
+    name: str, folder: Path, dtype: str, device: str, formats: tuple[str, str]
+) -> LoadedModel:
+    from pigou.runtime.models.transformers_decoder import load_transformers, read_causal_model
+
+    quantization, kv_dtype = formats
+    described = read_causal_model(folder)
+    chosen, torch_device = _dtype(dtype, described.config), _device(device)
+    ops = KernelOps() if torch_device.type == "cpu" else TorchOps()
+    source = Weights(folder, chosen, torch_device, quantization=quantization)
+    with torch.inference_mode(), source as weights:
+        decoder = load_transformers(described, weights, ops)
+    if torch_device.type == "cpu":
+        keep_memory()
+    return LoadedModel(
+        name=name,
+        folder=folder,
+        digest=digest_model(folder, f"{quantization} transformers", kv_dtype),
+        config=described.config,
+        decoder=decoder,
+        dtype=chosen,
+        device=torch_device,
+        kv_dtype=kv_dtype,
     )
 
 

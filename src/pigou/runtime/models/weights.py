@@ -303,6 +303,14 @@ class Weights(WeightSource):
             tensor = tensor * part.share
         return tensor.to(device=self.device, dtype=self.dtype)
 
+    def take_all(self) -> dict[str, Tensor]:
+        """Return all tensors, derived ones aside, in their own shapes."""
+        names = [name for name in self._where if not name.endswith(_DERIVED)]
+        return {
+            name: self.take(name, *self._files[self._where[name]].get_slice(name).get_shape())
+            for name in names
+        }
+
     def __enter__(self) -> Weights:
         return self
 

@@ -134,7 +134,7 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
     options: dict[str, Any] = {
         "model": str(source), "dtype": config.dtype, "device": config.device,
         "quantization": config.quantization, "kv_dtype": config.kv_cache_dtype,
-        "expert_parallel": config.expert_parallel,
+        "expert_parallel": config.expert_parallel, "implementation": config.model_impl,
     }  # fmt: skip
     ranks = Ranks(config.tensor_parallel_size, options) if config.tensor_parallel_size > 1 else None
     loaded = load(**options) if ranks is None else ranks.load()

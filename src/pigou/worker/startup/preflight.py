@@ -12,7 +12,7 @@ from pigou.config import ConfigError, check_all
 from pigou.kv.tier_config import HOST, STORES
 from pigou.models import ModelError, model_folder
 from pigou.models.hf_config import HfConfig, read_config
-from pigou.models.read import served_family
+from pigou.models.read import choose_implementation
 from pigou.registry import named
 from pigou.worker.config import WorkerConfig
 
@@ -28,11 +28,14 @@ def check_worker(config: WorkerConfig) -> None:
         partial(named, STORES, tier.name, "tier") for tier in config.tiers if tier.name != HOST
     ]
     if not config.sleeps:
-        checks += [partial(_check_model, config.model), partial(_check_device, config.device)]
+        checks += [
+            partial(_check_model, config.model, config.model_impl),
+            partial(_check_device, config.device),
+        ]
     check_all(*checks)
 
 
-def _check_model(model: str) -> None:
+def _check_model(model: str, implementation: str) -> None:
     """Reject a folder without configuration or weights; hub ids are checked on load."""
     if model == "bundled":
         return
@@ -47,7 +50,7 @@ def _check_model(model: str) -> None:
             f"model is {model!r}, a folder without config.json; give one in Hugging Face's format"
         )
     try:
-        served_family(HfConfig(folder, read_config(folder)))
+        choose_implementation(HfConfig(folder, read_config(folder)), implementation)
     except (ConfigError, ModelError) as error:
         raise ConfigError(f"model is {model!r}: {error}") from None
     if not any(path.suffix in _WEIGHTS for path in folder.iterdir()):
