@@ -90,15 +90,21 @@ def test_a_report_keeps_what_is_under_way_and_forgets_what_is_gone() -> None:
     table.report(AdapterReport("w", 2, ("a", "b"), 0.5))
     table.routed("r", "c", ["w"], 0)
     assert table.cold == {"r"}
+    for at, wait_s in ((0, 0.5), (SECOND // 4, 0.25), (SECOND, 0.0)):
+        assert seconds(table, "c", at) == wait_s
+        assert seconds(table, "d", at) == wait_s + 0.5  # loads take turns
     table.report(AdapterReport("w", 2, ("a", "b"), 0.5))  # older than the load
-    prices = table.prices("c", ["w"], 0)
-    assert prices is not None
-    assert prices.load_s.tolist() == [0.0]
+    assert seconds(table, "c", SECOND) == 0.0
     table.report(AdapterReport("w", 2, ("a", "b"), 0.5))
-    prices = table.prices("c", ["w"], 0)
+    assert seconds(table, "c", SECOND) == 0.5
+    assert seconds(table, "a", SECOND) == 0.0
+
+
+def seconds(table: AdapterTable, adapter: str, now: int) -> float:
+    prices = table.prices(adapter, ["w", "unknown"], now)
     assert prices is not None
-    assert prices.load_s.tolist() == [0.5]
-    assert table.prices("a", ["w", "unknown"], 0).load_s.tolist() == [0.0, 0.0]  # type: ignore[union-attr]
+    assert prices.load_s[1] == 0.0
+    return float(prices.load_s[0])
 
 
 def test_the_placement_gives_hot_adapters_copies_and_fills_all_slots() -> None:

@@ -25,19 +25,29 @@ class WorkerAdapters:
 
     slots: int = 1
     load_s: float = _LOAD_S
-    loaded: list[str] = field(default_factory=list)  # least recently used first
-    fresh: set[str] = field(default_factory=set)  # sent there since its last report
+    # when adapters are or were loaded, in ns, least recently used first.
+    loaded: dict[str, int] = field(default_factory=dict)
+    fresh: set[str] = field(default_factory=set)  # adapters sent there since its last report
+    free_at: int = 0  # end of the loads under way, which take turns
 
-    def take(self, adapter: str) -> bool:
+    def take(self, adapter: str, now: int) -> bool:
         """Use an adapter; True if it has to be loaded."""
-        new = adapter not in self.loaded
-        if not new:
-            self.loaded.remove(adapter)
-        elif len(self.loaded) >= self.slots:
-            self.loaded.pop(0)
-        self.loaded.append(adapter)
+        ready_at = self.loaded.pop(adapter, None)
+        new = ready_at is None
+        if ready_at is None:
+            ready_at = self.free_at = max(self.free_at, now) + int(self.load_s * SECOND)
+            if len(self.loaded) >= self.slots:
+                del self.loaded[next(iter(self.loaded))]
+        self.loaded[adapter] = ready_at
         self.fresh.add(adapter)
         return new
+
+    def wait_s(self, adapter: str, now: int) -> float:
+        """Return the seconds until a request for an adapter can start."""
+        ready_at = self.loaded.get(adapter)
+        if ready_at is None:
+            return self.load_s + max(0, self.free_at - now) / SECOND
+        return max(0, ready_at - now) / SECOND
 
 
 class AdapterTable:
@@ -53,8 +63,12 @@ class AdapterTable:
         known = self._workers.setdefault(report.worker, WorkerAdapters())
         known.slots, known.load_s = report.slots, report.load_s or _LOAD_S
         present = {*report.loaded, *known.fresh}
-        older = [name for name in report.loaded if name not in known.loaded]
-        known.loaded = (older + [name for name in known.loaded if name in present])[-known.slots :]
+        loaded = dict.fromkeys(report.loaded, 0)  # those that were not known to be, first
+        for name, ready_at in known.loaded.items():
+            loaded.pop(name, None)
+            if name in present:
+                loaded[name] = ready_at
+        known.loaded = dict(list(loaded.items())[-known.slots :])
         known.fresh = set()
 
     def down(self, worker: str) -> None:
@@ -65,7 +79,7 @@ class AdapterTable:
         """Note a route to one or two workers."""
         self._counts[adapter] = self.demand(adapter, now) + 1.0, now
         for worker in workers:
-            if worker in self._workers and self._workers[worker].take(adapter):
+            if worker in self._workers and self._workers[worker].take(adapter, now):
                 self.cold.add(request)
 
     def demand(self, adapter: str, now: int) -> float:
@@ -84,12 +98,11 @@ class AdapterTable:
         load_s, displaced_s = np.zeros((2, len(workers)))
         own = self.demand(adapter, now)
         for row, worker in enumerate(workers):
-            known = self._workers.get(worker)
-            if known is None or adapter in known.loaded:
+            if (known := self._workers.get(worker)) is None:
                 continue
-            load_s[row] = known.load_s
-            if len(known.loaded) >= known.slots:
-                other = self.demand(known.loaded[0], now)
+            load_s[row] = known.wait_s(adapter, now)
+            if adapter not in known.loaded and len(known.loaded) >= known.slots:
+                other = self.demand(next(iter(known.loaded)), now)
                 displaced_s[row] = known.load_s * other / max(other + own, 1e-9)
         return AdapterPrices(load_s, displaced_s)
 
