@@ -24,7 +24,7 @@ vllm:request_prefill_time_seconds_sum{engine="0"} 4
 
 def test_sums_are_over_all_engines_of_a_server() -> None:
     report = read_report(STOCK, 7)
-    assert report == (7, None, None, None, 2.0, 10.0, 4.0, None, None, ())
+    assert report == (7, None, None, None, 2.0, 10.0, 4.0, None, None, (), None)
 
 
 def test_own_seconds_of_prefill_go_before_those_of_requests_that_overlap() -> None:
@@ -35,7 +35,7 @@ def test_own_seconds_of_prefill_go_before_those_of_requests_that_overlap() -> No
 
 
 def test_what_a_page_does_not_say_is_unknown_and_never_zero() -> None:
-    assert read_report(b"", 0) == (0, *[None] * 8, ())
+    assert read_report(b"", 0) == (0, *[None] * 8, (), None)
 
 
 def test_a_tier_costs_what_its_capacity_does_on_a_live_bill() -> None:

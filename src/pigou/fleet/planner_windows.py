@@ -147,6 +147,7 @@ class PlannerWindows:
                 "waiting": report.waiting,
                 "running": report.running,
                 "kv_usage": report.kv_usage,
+                "rank_imbalance": report.rank_imbalance,
             }
         return self._builder.worker(
             life, worker, plane, row, _rise(report, last, "prefill_tokens"),

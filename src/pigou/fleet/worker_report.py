@@ -17,10 +17,11 @@ _PREFILL = b"vllm:request_prefill_time_seconds_sum"
 _OWN_PREFILL = b"pigou_prefill_seconds_total"
 _OWN_PREFILL_TOKENS = b"pigou_prefill_tokens_total"
 _ENERGY = b"pigou_device_energy_joules_total"
+_IMBALANCE = b"pigou_expert_rank_imbalance"
 _TIER, _TIER_NAME = b"pigou_tier_cap_bytes", re.compile(r"\w{1,32}", re.ASCII)
 _NAMES = (
     _ITL + b"_sum", _ITL + b"_count", _OLD_ITL + b"_sum", _OLD_ITL + b"_count", _PREFILL,
-    _OWN_PREFILL, _OWN_PREFILL_TOKENS, _ENERGY, *_LOADS,
+    _OWN_PREFILL, _OWN_PREFILL_TOKENS, _ENERGY, _IMBALANCE, *_LOADS,
 )  # fmt: skip
 _ADAPTERS = b"vllm:lora_requests_info", b"vllm:lora_adapter_loaded"
 _LOADED = b"pigou_lora_loads_total", b"pigou_lora_load_seconds_total"
@@ -87,6 +88,7 @@ def read_report(page: bytes, now: int) -> WorkerReport:
         sums.get(_OWN_PREFILL_TOKENS),
         sums.get(_ENERGY),
         _tiers(page),
+        sums.get(_IMBALANCE),
     )
 
 

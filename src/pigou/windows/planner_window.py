@@ -53,7 +53,8 @@ class WorkerWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     # uncached tokens of prompts that are cheapest there while no prefill worker has a queue
     routed_tokens: float | None = None
     location: Location = UNKNOWN_LOCATION  # node labels; empty if unknown
-    experts: ExpertWindow | None = None  # with expert parallelism
+    experts: ExpertWindow | None = None  # with expert parallelism, where known
+    rank_imbalance: float | None = None  # (max - mean) / mean of its ranks' tokens for experts
 
 
 class PoolWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -6,7 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from pigou.control.planner.price.explanation import hot_experts
+from pigou.control.planner.price.explanation import _uneven, hot_experts
+from pigou.fleet.worker_report import read_report
 from pigou.placement.expert_placement import ExpertRanks, balance, imbalance, rank_loads
 from pigou.request import Role
 from pigou.windows.planner_window import ExpertWindow, PlannerWindow, PoolWindow, WorkerWindow
@@ -59,3 +60,15 @@ def test_a_better_placement_of_the_same_slots_is_proposed_without_copies() -> No
     (advice,) = hot_experts(window(experts(loads, 2, placement=(0, 1, 2, 3, 4, 5, 6, 7))), 600.0)
     assert advice.move == "move 4 experts of decode-0"
     assert advice.chosen
+
+
+def test_a_live_worker_that_tells_its_imbalance_alone_gets_advice_above_a_fifth() -> None:
+    advice = []
+    for uneven in (b"0.58", b"0.1"):
+        report = read_report(b"pigou_expert_rank_imbalance " + uneven + b"\n", 0)
+        worker = WorkerWindow(id="decode-0", rank_imbalance=report.rank_imbalance)
+        pool = PoolWindow(name="decode", role=Role.DECODE, workers=(worker,))
+        advice.append(list(_uneven(PlannerWindow(now_ns=0, seconds=10.0, pools=(pool,)))))
+    (reason,), none = advice
+    assert "58% above the mean" in reason
+    assert none == []

@@ -34,8 +34,8 @@ CONTENDERS: Mapping[str, tuple[str, bool, Sequence[tuple[int, int]]]] = {
     "colocated-ep": ("GB200", False, [(1, 8), (1, 16), (1, 32), (1, 64)]),
     "split-ep": ("GB200", True, [(1, 8), (1, 16), (1, 32)]),
 }
-#: Rates that are simulated, as shares of the analysis's limit, until the objective is kept.
-_SHARES = (1.0, 0.85, 0.7, 0.55)
+#: Simulated rates begin at the analysis's limit, and rise or fall by this factor; most steps.
+_STEP, _STEPS = 1.15, 8
 
 
 def racks(_: PaperFleet, __: Reading, seeds: Sequence[int], levels: Sequence[int]) -> Iterator[Row]:
@@ -61,13 +61,16 @@ def _figures(name: str, itl_ms: int, seed: int) -> dict[str, Any]:
         "tok_s_gpu": 0.0, "inside": 0.0,
     }  # fmt: skip
     request = PlanRequest(model=_MODEL, gpus={}, slo=slo, seed=seed)
-    for share in _SHARES if best.limit_rps else ():
-        rate = best.limit_rps * share
+    rate, rising = best.limit_rps, None
+    for _ in range(_STEPS if rate else 0):
         seen = run_trial(make_trial(request, analysis, best, rate, _REQUESTS), slo)
-        figures["inside"] = seen.attained
-        if seen.attained >= slo.share:
-            figures["tok_s_gpu"] = rate * per_gpu
-            break
+        inside = seen.attained >= slo.share
+        if inside:
+            figures |= {"inside": seen.attained, "tok_s_gpu": rate * per_gpu}
+        if rising is not None and inside is not rising:
+            break  # the highest rate is known to a step
+        rising = inside
+        rate *= _STEP if rising else 1.0 / _STEP
     return figures
 
 

@@ -62,6 +62,7 @@ class WorkerReport(NamedTuple):
     prefill_tokens: float | None = None
     joules: float | None = None
     tiers: tuple[tuple[str, float], ...] = ()  # bytes that each of its tiers may hold, by name
+    rank_imbalance: float | None = None  # (max - mean) / mean of its ranks' tokens for experts
 
 
 @dataclass(frozen=True, slots=True)

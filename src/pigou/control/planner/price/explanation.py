@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 import numpy as np
@@ -96,7 +96,11 @@ class DecisionExplanation:
             pools=tuple(plans),
             alternatives=tuple(alternatives),
             shadow_price=shadow_price,
-            reasons=(*hot, *(a.reason for a in alternatives if a.chosen and a.reason)),
+            reasons=(
+                *hot,
+                *(a.reason for a in alternatives if a.chosen and a.reason),
+                *_uneven(window),
+            ),
         )
 
     def _latency(self, plan: ModelPlan, pool: PoolWindow, count: int) -> PoolLatency:
@@ -231,6 +235,18 @@ def hot_experts(window: PlannerWindow, horizon_s: float) -> list[Alternative]:
                 )
             )  # fmt: skip
     return advice
+
+
+def _uneven(window: PlannerWindow) -> Iterator[str]:
+    """Yield advice for workers that tell no more than their ranks' imbalance."""
+    for pool in window.pools:
+        for worker in pool.in_state(WorkerState.READY):
+            uneven = worker.rank_imbalance
+            if worker.experts is None and uneven is not None and uneven > UNEVEN:
+                yield (
+                    f"{pool.name}: the slowest rank of {worker.id} has {uneven:.0%} above the "
+                    "mean; give it more redundant experts, or balance them more often"
+                )
 
 
 def _copies(experts: ExpertWindow) -> tuple[int, int, float, float, list[int]] | None:
