@@ -42,7 +42,17 @@ def test_without_torch_it_says_so_and_exits_with_3() -> None:
 def test_every_section_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(ON_CPU) == OK
     text = capsys.readouterr().out
-    for part in ("equality   fp32", "P/D", "streams:", "MBU", "MFU", "launches a step", "peaks"):
+    for part in (
+        "path       compiled kernels",
+        "equality   fp32",
+        "formats    weights int8",
+        "P/D",
+        "streams:",
+        "MBU",
+        "MFU",
+        "launches a step",
+        "peaks",
+    ):
         assert part in text
     assert "FAILED" not in text
 

@@ -31,7 +31,7 @@ from pigou.runtime.attention.kv_cache import KVCache, make_layout, queue_moves
 from pigou.runtime.attention.paged_attention import PagedAttention
 from pigou.runtime.local_engine import LocalEngine
 from pigou.runtime.models.decoder import Decoder, load_decoder
-from pigou.runtime.models.load import LoadedModel
+from pigou.runtime.models.load import LoadedModel, load
 from pigou.runtime.models.model_config import ModelConfig, parse_config
 from pigou.runtime.models.weights import WeightSource
 from pigou.runtime.ops import TorchOps
@@ -342,6 +342,22 @@ def test_a_gpu_chooses_the_tokens_of_the_cpu_whatever_the_sampling(gpu: str, mix
         engine = LocalEngine(model, EngineConfig(blocks=64, max_model_len=128))
         prompts = [[3 + i, 7, 11 * i + 5] * 9 for i in range(4)]
         outputs.append([o.tokens for o in engine.generate(prompts, MIXES[mix])])
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_gpu_chooses_the_tokens_of_the_cpu_for_every_family(
+    gpu: str, family: str, eager: bool, loaded: Callable[[str], LoadedModel]
+) -> None:
+    on_cpu = loaded(family)
+    config = EngineConfig(blocks=64, max_model_len=128, max_batched_tokens=32)
+    outputs = []
+    for model in (on_cpu, load(on_cpu.folder, "fp32", gpu)):
+        engine = LocalEngine(model, config, enforce_eager=eager)
+        prompts = [[3 + i, 7, 11 * i + 5] * 9 for i in range(4)]
+        outputs.append([o.tokens for o in engine.generate(prompts, GREEDY)])
     assert outputs[0] == outputs[1]
 
 

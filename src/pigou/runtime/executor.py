@@ -92,6 +92,13 @@ class TorchExecutor:
         self._sequences: dict[str, TokenSequence] = {}
         self._rows: dict[int, TokenSequence] = {}
 
+    @property
+    def path(self) -> str:
+        """What computes attention and decode steps, for logs: a slow path is not to go unseen."""
+        sizes = getattr(self.model, "sizes", None)
+        graphs = f"; decode graphs of up to {sizes[-1]} streams" if sizes else ""
+        return f"{self._attention.kernels}{graphs}"
+
     def set_beat(self, beat: Callable[[], None]) -> None:
         """Call `beat` before each layer of a step."""
         self._attention.beat = beat
@@ -272,9 +279,9 @@ class TorchExecutor:
     def _is_plain(self, plan: Plan, sequences: list[TokenSequence]) -> bool:
         """True if rows only decode, and no draw depends on tokens that the host has yet to read."""
         careful = (adjusts(s.params) or s.params.logprobs is not None for s in sequences)
-        alone = self.evictor is None and self.proposer is None
+        unwatched = self.evictor is None and self.proposer is None
         decodes = bool((plan.counts == 1).all() and plan.samples.all())
-        return plan.repeat > 1 and alone and decodes and not any(careful)
+        return plan.repeat > 1 and unwatched and decodes and not any(careful)
 
     def _steps_ahead(
         self, plan: Plan, sequences: list[TokenSequence], on_step: OnStep | None

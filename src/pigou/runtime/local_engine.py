@@ -48,14 +48,16 @@ class LocalEngine:
     def __init__(
         self, model: LoadedModel, config: EngineConfig, lora: LoRABank | None = None,
         adapters: Mapping[str, Adapter] = MappingProxyType({}), proposer: Proposer | None = None,
+        *, enforce_eager: bool = False,
     ) -> None:  # fmt: skip
         """Build core and executor; raises ModelError or ConfigError on a bad configuration."""
         self._adapters = adapters
         self.core = EngineCore(config)
         self.cache = model.cache(config.blocks, config.block_size, config.host_blocks)
         self.executor = model.executor(
-            self.cache, self.core.tables, config.max_model_len, config.eviction, lora
-        )
+            self.cache, self.core.tables, config.max_model_len, config.eviction, lora,
+            enforce_eager=enforce_eager,
+        )  # fmt: skip
         self.executor.proposer = proposer  # drafts `EngineConfig.num_speculative_tokens` at most
         self.on_plan: Callable[[Plan], None] = lambda _plan: None
         self._config = config

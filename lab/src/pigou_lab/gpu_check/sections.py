@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from pigou.runtime.attention.kv_cache import DTYPES
@@ -17,7 +18,7 @@ from pigou_lab.gpu_check.equal_outputs import compare, decode_alone, decode_else
 from pigou_lab.gpu_check.profile import profile_plans, waits_per_step
 from pigou_lab.gpu_check.random_model import QWEN3_600M, TINY, random_model, write_checkpoint
 from pigou_lab.gpu_check.serving import measure_serving
-from pigou_lab.gpu_check.speed import Peaks, measure_peaks, measure_speed
+from pigou_lab.gpu_check.speed import Peaks, make_engine, measure_peaks, measure_speed
 
 STREAMS = (1, 32, 256)
 #: Streams over HTTP.
@@ -49,7 +50,9 @@ class Check:
     def run(self, *, tests: bool) -> bool:
         """Run all sections; return whether none failed or was left out for lack of time."""
         sections: list[tuple[str, Callable[[], None]]] = [
+            ("path", self._path),
             ("equality", self._equality),
+            ("formats", self._formats),
             ("P/D", self._disaggregation),
             ("peaks", self._peaks),
             ("speed", self._speed),
@@ -88,6 +91,34 @@ class Check:
                 self._shape, self._device, DTYPES["bf16"], source=self._device
             )
         return self._loaded
+
+    def _path(self) -> None:
+        path = make_engine(self._model(), 4, 64).executor.path
+        _say("path", path)
+        if self._device.startswith("cuda"):
+            for expected in ("Triton kernels", "decode graphs"):
+                assert expected in path, f"{expected} are not in use; is triton installed?"
+
+    def _formats(self) -> None:
+        failures = []
+        for weights, cache in (("int8", "auto"), ("none", "int8_per_token_head")):
+            models = [
+                replace(
+                    random_model(TINY, device, DTYPES["fp32"], quantization=weights),
+                    kv_dtype=cache,
+                )
+                for device in ("cpu", self._device)
+            ]
+            result = compare(models[0], models[1], gap=_GAPS["bf16"], prompts=4, output=16)
+            name = f"weights {weights}, KV {cache}"
+            _say(
+                "formats",
+                f"{name}: {result.tokens} greedy tokens alike, {result.ties} near ties, "
+                f"{result.divergences} divergences",
+            )
+            if result.divergences or not result.difference < _DIFFERENCES["bf16"]:
+                failures.append(name)
+        assert not failures, f"{', '.join(failures)} is not what the CPU computes"
 
     def _equality(self) -> None:
         shape = self._shape | {"num_hidden_layers": min(4, self._shape["num_hidden_layers"])}
@@ -131,12 +162,15 @@ class Check:
     def _speed(self) -> None:
         if self._measured is None:
             raise SkippedError("the peaks were not measured")
-        for streams in (1, 4) if self._small else STREAMS:
-            speed = measure_speed(self._model(), self._measured, streams)
+        runs = [(streams, False) for streams in ((1, 4) if self._small else STREAMS)]
+        runs += [(1, True)] * self._device.startswith("cuda")
+        for streams, eager in runs:
+            speed = measure_speed(self._model(), self._measured, streams, eager=eager)
             _say(
                 "speed",
                 f"{streams:3} streams: {speed.tokens_per_s:,.0f} tokens/s, "
-                f"{1e3 * speed.step_s:.2f} ms a step, MBU {speed.mbu:.1%}, MFU {speed.mfu:.1%}",
+                f"{1e3 * speed.step_s:.2f} ms a step, MBU {speed.mbu:.1%}, MFU {speed.mfu:.1%}"
+                f"{', without graphs' if eager else ''}",
             )
 
     def _kernels(self) -> None:

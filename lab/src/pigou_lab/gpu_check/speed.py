@@ -39,8 +39,10 @@ def parameters(config: ModelConfig) -> int:
     )
 
 
-def make_engine(model: LoadedModel, streams: int, max_tokens: int) -> LocalEngine:
-    """Make an engine for `streams` streams of `max_tokens` tokens."""
+def make_engine(
+    model: LoadedModel, streams: int, max_tokens: int, *, eager: bool = False
+) -> LocalEngine:
+    """Make an engine for `streams` streams of `max_tokens` tokens; `eager` without CUDA graphs."""
     blocks = streams * (-(-max_tokens // BLOCK) + 1)
     config = EngineConfig(
         blocks=blocks,
@@ -50,14 +52,15 @@ def make_engine(model: LoadedModel, streams: int, max_tokens: int) -> LocalEngin
         max_batched_tokens=2048,
         prefix_caching=False,
     )
-    return LocalEngine(model, config)
+    return LocalEngine(model, config, enforce_eager=eager)
 
 
 def measure_speed(
-    model: LoadedModel, peaks: Peaks, streams: int, *, prompt: int = 64, output: int = 128
-) -> Speed:
+    model: LoadedModel, peaks: Peaks, streams: int, *, prompt: int = 64, output: int = 128,
+    eager: bool = False,
+) -> Speed:  # fmt: skip
     """Decode streams together; counts plans in which all decode."""
-    engine = make_engine(model, streams, prompt + output)
+    engine = make_engine(model, streams, prompt + output, eager=eager)
     plans: list[Plan] = []
     engine.on_plan = plans.append
     rng = np.random.default_rng(streams)

@@ -48,6 +48,8 @@ PagedLayer: TypeAlias = tuple[Ints, Ints, Stored, Stored, int]
 class CPUAttention(PagedAttention):
     """Attends to keys and values in place, without gathering."""
 
+    kernels = "compiled kernels of the CPU"
+
     @staticmethod
     def supports(config: ModelConfig, cache: KVCache) -> bool:
         """True if the kernels support this cache."""

@@ -43,14 +43,16 @@ class CUDAAttention(PagedAttention):
     for the device, and no shape depends on numbers, so a decode step can be a CUDA graph.
     """
 
+    kernels = "Triton kernels"
+
     @staticmethod
     def supports(config: ModelConfig, cache: KVCache) -> bool:  # noqa: ARG004
-        """True on CUDA with Triton, where keys and values lie in the cache as plain heads."""
-        plain = cache.data.dtype is cache.dtype  # neither quantised nor narrower
+        """True on CUDA with Triton, where keys and values lie in the cache as per_head heads."""
+        per_head = cache.data.dtype is cache.dtype  # neither quantised nor narrower
         size = cache.layout.block_size
         whole = size & (size - 1) == 0 and size <= _ENTRIES
         cuda = cache.data.device.type == "cuda"
-        return cuda and plain and whole and importlib.util.find_spec("triton") is not None
+        return cuda and per_head and whole and importlib.util.find_spec("triton") is not None
 
     def __init__(self, config: ModelConfig, cache: KVCache, tables: Ints, context: int) -> None:
         """Bind a cache; arguments as in `PagedAttention`."""

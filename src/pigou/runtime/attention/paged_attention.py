@@ -54,6 +54,7 @@ class Past:
 class PagedAttention:
     """Rotates, stores and attends, layer by layer; masks by slot, so entries may be missing."""
 
+    kernels = "torch's scaled_dot_product_attention, over gathered blocks"
     watch: AttentionMassTracker | None = None  # receives probabilities
     beat: Callable[[], None] | None = None  # called before each layer, as a sign of life
 

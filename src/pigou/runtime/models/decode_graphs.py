@@ -39,7 +39,7 @@ class DecodeGraphs:
     ) -> None:
         self.config, self.ops = model.config, model.ops
         self._model, self._attention, self._cuda = model, attention, cuda
-        self._sizes = graph_sizes(max_seqs)
+        self.sizes = graph_sizes(max_seqs)
         self._captures: dict[int, _Capture] = {}
         self._pool: Any = None
 
@@ -49,7 +49,7 @@ class DecodeGraphs:
 
     def capture(self) -> None:
         """Capture all sizes, the largest first, so that the others fit in its memory."""
-        for size in reversed(self._sizes):
+        for size in reversed(self.sizes):
             self._capture(size)
 
     def hidden(self, tokens: Tensor, attention: PagedAttention, wanted: Tensor | None) -> Tensor:
@@ -66,8 +66,8 @@ class DecodeGraphs:
         return capture.hidden[: batch.size]
 
     def _size_of(self, tokens: int) -> int:
-        at = bisect_left(self._sizes, tokens)
-        return self._sizes[at] if at < len(self._sizes) else 0
+        at = bisect_left(self.sizes, tokens)
+        return self.sizes[at] if at < len(self.sizes) else 0
 
     def _capture(self, size: int) -> None:
         device = self._attention.device

@@ -167,6 +167,7 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
         cache, core.tables, core.config.max_model_len, core.config.eviction, bank,
         enforce_eager=config.enforce_eager,
     )  # fmt: skip
+    log.info("attention: %s", executor.path)
     if (drafting := config.speculation) is not None:
         executor.proposer = make_proposer(drafting, loaded, core.config)
     model = _served(
