@@ -21,19 +21,15 @@ from pigou.request import SECOND, Ints
 Floats = NDArray[np.float64]
 #: Acceptance before anything is known, and its weight in verified drafts.
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.6, 4.0
-#: Factors of a row's counts at a verification, and at an offer that is not taken.
+#: Factors of a row's counts in a step that verifies its drafts, and in one that does not.
 _KEEP, _KEEP_UNTRIED = 0.95, 0.99
 #: Most tokens of a step whose seconds are learned; larger steps verify no drafts.
 MAX_TOKENS = 512
-#: Weight of the newest step in the seconds of all steps, and of those of as many tokens.
-_NEW, _NEW_SHAPE = 0.2, 0.05
+#: Weight of the newest step in the seconds of all steps, and of those of as many tokens; and in
+#: the seconds of larger ones, which become cheap enough to be tried again.
+_NEW, _FADE = 0.2, 0.001
 #: A step of more than this many times the expected seconds was disturbed.
 _OUTLIER = 3.0
-
-
-def expected_tokens(acceptance: float, drafts: int) -> float:
-    """Return the tokens that a sequence yields when it verifies `drafts` draft tokens."""
-    return float(sum(acceptance**j for j in range(drafts + 1)))
 
 
 def choose_drafts(
@@ -69,13 +65,15 @@ class StepLaw:
             return
         self._steps[tokens] += 1
         expected = self._shape.item(tokens) * self._scale
-        if seconds < expected / 2 or expected == 0.0:  # the first step of a kind compiles
-            self._shape[tokens] = seconds / self._scale
+        if expected == 0.0 or (self._steps[tokens] == 2 and seconds < expected):
+            self._shape[tokens] = seconds / self._scale  # the first step of a kind may compile
             self._known = np.flatnonzero(self._shape).astype(np.int32)
             return
         error = min(seconds / expected, _OUTLIER) - 1.0
         self._scale *= 1.0 + _NEW * error
-        self._shape[tokens] *= 1.0 + max(1.0 / (1 + self._steps.item(tokens)), _NEW_SHAPE) * error
+        self._shape[tokens] *= 1.0 + _NEW * error
+        larger = self._known[self._known > tokens]
+        self._shape[larger] += _FADE * (self._shape[tokens] - self._shape[larger])
 
     def lacks(self, tokens: int) -> bool:
         """True if steps were seen, but none of `tokens`."""
@@ -106,74 +104,63 @@ class DraftPricer:
         self.law = StepLaw()
         self.drafts = self.draft_tokens = self.accepted_tokens = 0
         self.accepted_at = np.zeros(max_drafts, dtype=np.int64)  # accepted drafts by position
-        self._max_drafts = max_drafts
-        self._tested, self._accepted = np.zeros(max_seqs), np.zeros(max_seqs)
-        self._all_tested = self._all_accepted = 0.0
+        #: Recent drafts of each row, and in the last place of a mean row: tested, and accepted.
+        self._counts = np.zeros((2, max_seqs + 1))
         self._draft_s = 0.0  # seconds of a step of the draft model
-
-    def acceptance(self, rows: Ints) -> Floats:
-        """Return the estimate for each row; rows that were not tried have that of all."""
-        common = PRIOR_ACCEPTANCE * PRIOR_WEIGHT + self._all_accepted
-        common /= PRIOR_WEIGHT + self._all_tested
-        accepted = self._accepted[rows] + PRIOR_WEIGHT * common
-        estimate: Floats = accepted / (self._tested[rows] + PRIOR_WEIGHT)
-        return np.minimum(estimate, 0.99)
 
     def begin(self, row: int) -> None:
         """Forget a row, which another sequence takes."""
-        self._tested[row] = self._accepted[row] = 0.0
+        self._counts[:, row] = 0.0
 
     def choose(self, rows: Ints, offers: Ints) -> Ints:
         """Return how many drafts each decoding row verifies, (rows,); `offers` are limits.
 
         A batch of a new size decodes once without drafts, to see what they add.
         """
-        offers = np.minimum(offers, self._max_drafts)
+        offers = np.minimum(offers, len(self.accepted_at))
         more = min(int(offers.sum()), MAX_TOKENS - len(rows))
         if more <= 0 or self.law.lacks(len(rows)):
             return np.zeros(len(rows), dtype=np.int32)
         seconds = self.law.seconds(len(rows), more)
-        chosen = choose_drafts(self.acceptance(rows), offers, seconds, self._draft_s)
-        untried = rows[(offers > 0) & (chosen == 0)]
-        self._tested[untried] *= _KEEP_UNTRIED
-        self._accepted[untried] *= _KEEP_UNTRIED
-        if not chosen.any():
-            self._all_tested *= _KEEP_UNTRIED
-            self._all_accepted *= _KEEP_UNTRIED
-        return chosen
+        return choose_drafts(self._acceptance(rows), offers, seconds, self._draft_s)
 
     def pays(self, rows: Ints) -> bool:
-        """True if some row would verify a draft that it offers."""
-        if not len(rows) < MAX_TOKENS:
-            return False
-        best = np.zeros(len(rows), dtype=np.int32)
-        acceptance = self.acceptance(rows)
-        best[acceptance.argmax()] = self._max_drafts
-        seconds = self.law.seconds(len(rows), min(self._max_drafts, MAX_TOKENS - len(rows)))
-        return bool(choose_drafts(acceptance, best, seconds, self._draft_s).any())
+        """True if the likeliest drafts would be verified if they were offered."""
+        offers = np.zeros(len(rows), dtype=np.int32)
+        offers[self._acceptance(rows).argmax()] = len(self.accepted_at)
+        return bool(self.choose(rows, offers).any())
+
+    def _acceptance(self, rows: Ints) -> Floats:
+        """Return the estimate for each row; rows that were not tried have that of all."""
+        (tested, accepted), (all_tested, all_accepted) = self._counts[:, rows], self._counts[:, -1]
+        common = PRIOR_ACCEPTANCE * PRIOR_WEIGHT + all_accepted
+        common *= PRIOR_WEIGHT / (PRIOR_WEIGHT + all_tested)
+        estimate: Floats = (accepted + common) / (tested + PRIOR_WEIGHT)
+        return np.minimum(estimate, 0.99)
 
     def observe(self, plan: Plan, result: Result) -> None:
         """Learn from a plan's result."""
-        drafts = plan.drafts
-        if len(result.durations) and plan.chunk_tokens == 0:
+        if plan.chunk_tokens:
+            return
+        if len(result.durations):
             verifying = (np.median(result.durations) - result.drafting) / SECOND
             self.law.observe(plan.tokens, float(verifying))
-        if not len(drafts):
+        if not len(plan.drafts):
+            self._counts[:, [*plan.rows, -1]] *= _KEEP_UNTRIED**result.steps
             return
+        drafts, accepted, tried = plan.drafts, result.accepted, plan.drafts > 0
         if result.drafting:
             spent = result.drafting / SECOND / (int(drafts.max()) + 1)
             self._draft_s += (spent - self._draft_s) * (_NEW if self._draft_s else 1.0)
-        tried = drafts > 0
-        rows, accepted, drafts = plan.rows[tried], result.accepted[tried], drafts[tried]
-        tested = np.minimum(accepted + 1, drafts)  # those after the first rejection tell nothing
-        for counts, new in ((self._tested, tested), (self._accepted, accepted)):
-            counts[rows] = counts[rows] * _KEEP + new
-        self._all_tested = self._all_tested * _KEEP + float(tested.mean())
-        self._all_accepted = self._all_accepted * _KEEP + float(accepted.mean())
-        self.drafts += len(rows)
+        # Drafts after the first rejection tell nothing.
+        new = np.stack((np.minimum(accepted + 1, drafts), accepted))
+        counts = self._counts[:, plan.rows] * np.where(tried, _KEEP, _KEEP_UNTRIED)
+        self._counts[:, plan.rows] = counts + new
+        self._counts[:, -1] = self._counts[:, -1] * _KEEP + new[:, tried].mean(1)
+        self.drafts += int(tried.sum())
         self.draft_tokens += int(drafts.sum())
         self.accepted_tokens += int(accepted.sum())
-        self.accepted_at += (accepted[:, None] > np.arange(self._max_drafts)).sum(0)
+        self.accepted_at += (accepted[:, None] > np.arange(len(self.accepted_at))).sum(0)
 
 
 def add_drafts(state: EngineState, pricer: DraftPricer, plan: Plan, offers: Ints | None) -> bool:
