@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import platform
+import select
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +25,15 @@ from pigou.runtime.models.weights import Part
 
 #: Longest wait of a collective; it covers the compilation of kernels in a cold cache.
 TIMEOUT = timedelta(minutes=10)
+
+
+#: Machines on which other cores see stores in the order of the program.
+_ORDERED = ("x86_64", "AMD64")
+#: Bytes that a rank shares at once.
+_PIECE = 1 << 20
+#: Looks for the other ranks' numbers before a process sleeps: a few milliseconds.
+_LOOKS = 2000
+_WORDS = 8  # int64 words of a rank's line: step of each buffer, process id
 
 
 class RankError(RuntimeError):
@@ -53,10 +65,17 @@ class Group:
             world_size=size,
             timeout=TIMEOUT,
         )
+        self._sum = None
+        one_memory = device.type == "cpu" and hasattr(os, "pidfd_open")
+        if size > 1 and one_memory and platform.machine() in _ORDERED:
+            self._sum = SharedSum(rank, size, meeting.with_name("sums"))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place; all ranks get the same bits."""
-        dist.all_reduce(x)
+        if self._sum is None or not x.is_contiguous():
+            dist.all_reduce(x)
+        else:
+            self._sum(x.view(-1))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -83,6 +102,53 @@ class Group:
     def close(self) -> None:
         """Leave the group."""
         dist.destroy_process_group()
+
+
+class SharedSum:
+    """Sums over ranks of one machine in shared memory, several times quicker than by sockets.
+
+    Each rank writes its numbers, then the step, and reads all once every rank has. The next step
+    uses the other buffer, so nobody overwrites what is still read.
+    """
+
+    def __init__(self, rank: int, size: int, path: Path) -> None:
+        """Map the file `path`, new; blocks until all ranks have."""
+        self._rank, self._step, self._others = rank, 0, [r for r in range(size) if r != rank]
+        head = size * _WORDS * 8
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+            os.ftruncate(file.fileno(), head + 2 * size * _PIECE)
+            memory = memoryview(mmap.mmap(file.fileno(), head + 2 * size * _PIECE))
+        self._words = memory[:head].cast("q")
+        self._buffers = torch.frombuffer(memory[head:], dtype=torch.uint8).view(2, size, _PIECE)
+        self._words[rank * _WORDS + 2] = os.getpid()
+        dist.barrier()
+        path.unlink(missing_ok=True)
+        self._ended = select.poll()
+        for other in self._others:
+            self._ended.register(os.pidfd_open(self._words[other * _WORDS + 2]))
+
+    def __call__(self, x: Tensor) -> None:
+        """Sum `x` (n,) in place; raises RankError if a rank has ended."""
+        for piece in x.split(_PIECE // x.itemsize):
+            self._step += 1
+            buffer = self._step % 2
+            numbers = self._buffers[buffer].view(x.dtype)[:, : len(piece)]
+            numbers[self._rank].copy_(piece)
+            self._words[self._rank * _WORDS + buffer] = self._step
+            for other in self._others:
+                self._await(other * _WORDS + buffer)
+            torch.add(numbers[0], numbers[1], out=piece)
+            for rank in range(2, len(numbers)):
+                piece += numbers[rank]
+
+    def _await(self, word: int) -> None:
+        for _ in range(_LOOKS):
+            if self._words[word] == self._step:
+                return
+            os.sched_yield()
+        while self._words[word] != self._step:
+            if self._ended.poll(1):
+                raise RankError("another rank of this worker has ended")
 
 
 @dataclass(frozen=True, slots=True)
