@@ -14,7 +14,7 @@ import torch
 from checkpoints import VOCAB, make_config, shapes, write_checkpoint
 from tests.lib.ranks import run_ranks
 
-from pigou.config import EngineConfig
+from pigou.config import EngineConfig, SpeculativeConfig
 from pigou.engine.plan import Rates
 from pigou.models import ModelError
 from pigou.request import SamplingParams
@@ -23,6 +23,7 @@ from pigou.runtime.models.load import LoadedModel, load
 from pigou.runtime.models.model_config import parse_config
 from pigou.runtime.parallel import Group, RankError, Shard
 from pigou.runtime.ranks import Ranks
+from pigou.runtime.speculation import NgramProposer
 from reference import make_prompts
 
 
@@ -58,9 +59,13 @@ def test_collectives_do_what_torch_says(size: int) -> None:
                                     else [])  # fmt: skip
 
 
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1)
+
+
 def _engine(model: LoadedModel, **limits: Any) -> LocalEngine:
     plain: dict[str, Any] = {"blocks": 300, "max_model_len": 256, "max_batched_tokens": 48}
-    return LocalEngine(model, EngineConfig(**{**plain, **limits}))
+    proposer = NgramProposer(NGRAM) if "num_speculative_tokens" in limits else None
+    return LocalEngine(model, EngineConfig(**{**plain, **limits}), proposer=proposer)
 
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, logprobs=5, prompt_logprobs=3)
@@ -70,6 +75,7 @@ PATHS: dict[str, dict[str, Any]] = {
     "recompute": {"blocks": 8},
     "swap": {"blocks": 8, "host_blocks": 64},
     "single steps": {"max_repeat": 1},
+    "drafts": {"num_speculative_tokens": 4},
 }
 
 
@@ -123,6 +129,9 @@ def test_ranks_compute_what_one_process_does_on_every_path(
             elif again:
                 assert any(o.cached for o in outputs)  # a prefix hit
         assert (engine.core.stats.swaps > 0) == (path == "swap")
+        if path == "drafts":
+            assert engine.core.drafts is not None
+            assert engine.core.drafts.accepted_tokens > 0
     shared = _engine(pair[1]).generate(prompts, GREEDY)
     assert [o.tokens for o in shared] == [o.tokens for o in alone]
     for ours, theirs in zip(shared, alone, strict=True):

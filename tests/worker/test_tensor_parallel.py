@@ -119,6 +119,19 @@ def test_sampling_logprobs_and_grammars_are_the_same_over_ranks(workers: Start) 
             )
 
 
+def test_quantised_kv_moves_to_more_ranks(workers: Start) -> None:
+    options = ("--kv-cache-dtype", "int8_per_token_head")
+    first, second = workers(1, *options), workers(2, *options)
+    body = salted("int8")
+    alone = first.complete(**salted("alone"))["choices"][0]["token_ids"]
+    reply = second.post("/v1/completions", leg_two(body, prefill(first, body))).json
+    assert reply["choices"][0]["token_ids"] == alone
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
+    other = workers(1)
+    reply = other.post("/v1/completions", leg_two(body, prefill(first, body))).json
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0  # another format
+
+
 def ranks_of(worker: Worker) -> list[int]:
     children = Path(f"/proc/{worker.process.pid}/task").glob("*/children")
     pids = [int(pid) for path in children for pid in path.read_text().split()]

@@ -139,7 +139,7 @@ class SharedSum:
                 self._await(other * _WORDS + buffer)
             torch.add(numbers[0], numbers[1], out=piece)
             for rank in range(2, len(numbers)):
-                piece += numbers[rank]
+                piece.add_(numbers[rank])
 
     def _await(self, word: int) -> None:
         for _ in range(_LOOKS):

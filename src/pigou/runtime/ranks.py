@@ -30,14 +30,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pigou.config import ConfigError, EvictionConfig
 from pigou.models import ModelError
 from pigou.request import Ints
 from pigou.runtime.attention.batch import StepBatch
 from pigou.runtime.attention.kv_cache import KVCache
 from pigou.runtime.attention.paged_attention import PagedAttention
-from pigou.runtime.executor import TorchExecutor
-from pigou.runtime.lora import LoRABank
 from pigou.runtime.models.decoder import Decoder
 from pigou.runtime.models.load import LoadedModel, load
 from pigou.runtime.parallel import Group, RankError
@@ -282,33 +279,10 @@ class ParallelModel(LoadedModel):
             memory = self.ranks.allocate(blocks * self.layout(block_size).block_bytes)
         return LoadedModel.cache(self, blocks, block_size, host_blocks, memory)
 
-    def executor(
-        self,
-        cache: KVCache,
-        tables: Ints,
-        max_model_len: int,
-        eviction: EvictionConfig | None = None,
-        lora: LoRABank | None = None,
-        enforce_eager: bool = True,  # noqa: ARG002
-    ) -> TorchExecutor:
-        """Build an executor that leads the other ranks; raises ModelError or ConfigError.
-
-        Ranks step together: no graphs, and no step is queued ahead.
-        """
-        if lora is not None:
-            raise ConfigError(
-                f"tensor_parallel_size is {self.ranks.size}, and adapters are enabled; they are "
-                "added in one process: leave one of them out"
-            )
-        if eviction is not None:
-            raise ConfigError(
-                f"eviction.policy is {eviction.policy!r}, and tensor_parallel_size is "
-                f"{self.ranks.size}: entries are evicted in one process only; leave one out"
-            )
+    def attention(self, cache: KVCache, tables: Ints, max_model_len: int) -> PagedAttention:
+        """Build the attention of this rank's heads; the others build theirs at the first step."""
         self.ranks.context = max_model_len
-        executor = LoadedModel.executor(self, cache, tables, max_model_len, enforce_eager=True)
-        executor.steps_ahead = False
-        return executor
+        return LoadedModel.attention(self, cache, tables, max_model_len)
 
 
 # --- the other ranks ----------------------------------------------------------------------------

@@ -101,6 +101,11 @@ class LoadedModel:
                 f"max_model_len is {max_model_len}, but {self.name} has a context of "
                 f"{self.config.context} tokens; lower max_model_len"
             )
+        if self.shard is not None and (eviction is not None or lora is not None):
+            raise ModelError(
+                "tensor_parallel_size is above 1, with token eviction or adapters, which one "
+                "process alone can do; leave one of them out"
+            )
         attention = self.attention(cache, tables, max_model_len)
         evictor = None
         if eviction is not None:
@@ -122,6 +127,8 @@ class LoadedModel:
             evictor=evictor,
             lora=lora,
         )
+        if self.shard is not None:  # ranks step together
+            executor.steps_ahead = False
         if max_model_len >= WARM_UP_TOKENS:
             warm_up(executor)
             if graphs is not None:
