@@ -1,10 +1,12 @@
-"""A copy of the bundled model that reasons: `<think>` ends its prompts, and is a token."""
+"""A copy of the bundled model that reasons: its prompts end in `<think>`, a sentence closes it."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+
+from safetensors.torch import load_file, save_file
 
 from pigou.models import bundled_path
 
@@ -33,6 +35,10 @@ def make(folder: Path) -> Path:
     for token, name in ((OPEN, "<think>"), (CLOSE, "</think>")):
         tokenizer["added_tokens"].append({"id": token, "content": name, "special": False, **plain})
     path.write_text(json.dumps(tokenizer))
+    weights = load_file(folder / "model.safetensors")
+    rows = weights["model.embed_tokens.weight"]
+    rows[CLOSE] = 1.6 * rows[model["vocab"]["."]]
+    save_file(weights, folder / "model.safetensors")
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     template = settings["chat_template"]

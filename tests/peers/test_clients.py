@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 from tests.fleet.harness import running
-from tests.gateway.stub import Stub, serving
+from tests.lib.reasoning_model import make
 
 MODEL = "pigou-tiny"
 #: The bundled model computes: nothing sleeps in its place.
-COMPUTES = ("--threads", "1", "--dtype", "fp32")
+COMPUTES = ("--threads", "1", "--dtype", "fp32", "--pooling", "mean")
 PROGRAMS = Path(__file__).parent / "clients"
 
 
-#: Programs by the package that each is of.
+#: Package that each program is of.
 PYTHON = {
-    "openai": "openai_chat.py", "langchain_openai": "langchain_chat.py",
-    "litellm": "litellm_chat.py", "instructor": "instructor_chat.py",
-    "llama_index/llms/openai_like": "llama_index_chat.py", "pydantic_ai": "pydantic_ai_chat.py",
-    "agents": "openai_agents_chat.py", "smolagents": "smolagents_chat.py",
+    "openai_chat.py": "openai", "openai_responses.py": "openai",
+    "langchain_chat.py": "langchain_openai", "langchain_defaults.py": "langchain_anthropic",
+    "litellm_chat.py": "litellm", "instructor_chat.py": "instructor",
+    "llama_index_chat.py": "llama_index/llms/openai_like", "pydantic_ai_chat.py": "pydantic_ai",
+    "openai_agents_chat.py": "agents", "smolagents_chat.py": "smolagents",
+    "anthropic_messages.py": "anthropic",
 }  # fmt: skip
 NODE = {
-    "openai": "openai_chat.mjs", "@langchain/openai": "langchain_chat.mjs",
-    "@ai-sdk/openai": "vercel_ai.mjs", "@ai-sdk/openai-compatible": "vercel_compatible.mjs",
+    "openai_chat.mjs": "openai", "langchain_chat.mjs": "@langchain/openai",
+    "vercel_ai.mjs": "@ai-sdk/openai", "vercel_compatible.mjs": "@ai-sdk/openai-compatible",
 }  # fmt: skip
+#: Programs that are also run with a model that reasons.
+REASONING = ("openai_responses.py", "langchain_defaults.py", "openai_agents_chat.py",
+             "anthropic_messages.py", "vercel_ai.mjs")  # fmt: skip
 
 
 def has_python(package: str) -> bool:
@@ -54,79 +55,44 @@ async def run(*command: str) -> str:
     return output.decode()[-4000:] if process.returncode else ""
 
 
-async def check(*program: str) -> None:
-    """Fail with what a client says that does not get what it should of the bundled model."""
-    async with running(0, 0, 1, arguments=COMPUTES) as (_, client):
-        assert not await run(*program, client.url, MODEL)
+async def check(tmp_path: Path, reasons: bool, *program: str) -> None:
+    """Fail with what a client says that does not get what it should."""
+    # A worker's name of its model, and what tells the program that it reasons.
+    model, rest = ("bundled", []) if not reasons else (str(make(tmp_path / MODEL)), ["reasons"])
+    arguments = ("--model", model, "--served-model-name", MODEL, *COMPUTES)
+    async with running(0, 0, 1, arguments=arguments) as (_, client):
+        assert not await run(*program, client.url, MODEL, *rest)
+
+
+def cases(programs: dict[str, str]) -> list[tuple[str, bool]]:
+    """Programs, and whether the model reasons."""
+    kinds = [(program, reasons) for program in programs for reasons in (False, True)]
+    return [(program, reasons) for program, reasons in kinds if program in REASONING or not reasons]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("package", PYTHON)
-async def test_python_clients_get_what_they_ask_for(package: str) -> None:
-    if not has_python(package):
-        pytest.skip(f"PIGOU_PEER_CLIENTS names no venv with {package}")
-    await check(f"{os.environ['PIGOU_PEER_CLIENTS']}/bin/python", str(PROGRAMS / PYTHON[package]))
+@pytest.mark.parametrize(("program", "reasons"), cases(PYTHON))
+async def test_python_clients_get_what_they_ask_for(
+    program: str, reasons: bool, tmp_path: Path
+) -> None:
+    if not has_python(PYTHON[program]):
+        pytest.skip(f"PIGOU_PEER_CLIENTS names no venv with {PYTHON[program]}")
+    python = f"{os.environ['PIGOU_PEER_CLIENTS']}/bin/python"
+    await check(tmp_path, reasons, python, str(PROGRAMS / program))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("package", NODE)
-async def test_node_clients_get_what_they_ask_for(package: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("program", "reasons"), cases(NODE))
+async def test_node_clients_get_what_they_ask_for(
+    program: str, reasons: bool, tmp_path: Path
+) -> None:
     home, node = os.environ.get("PIGOU_PEER_NODE", ""), shutil.which("node")
     modules = Path(home) / "node_modules"
-    if not home or node is None or not (modules / package).is_dir():
-        pytest.skip(f"PIGOU_PEER_NODE names no folder with node_modules/{package}, or no node")
+    if not home or node is None or not (modules / NODE[program]).is_dir():
+        pytest.skip(f"PIGOU_PEER_NODE names no folder with {NODE[program]}, or no node")
     # Node looks for packages beside the program.
     (tmp_path / "node_modules").symlink_to(modules.resolve())
-    copy = shutil.copy(PROGRAMS / NODE[package], tmp_path)
-    await check(node, "--preserve-symlinks-main", str(copy))
-
-
-def event(kind: str, **fields: object) -> bytes:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
-
-
-async def messages(request: web.Request) -> web.StreamResponse:
-    """Answer as a server of Anthropic's Messages API does."""
-    asked = await request.json()
-    usage = {"input_tokens": 5, "output_tokens": 3}
-    message = {"id": "msg_1", "type": "message", "role": "assistant", "model": asked["model"],
-               "content": [{"type": "text", "text": "by the river"}], "stop_reason": "end_turn",
-               "stop_sequence": None, "usage": usage}  # fmt: skip
-    if not asked.get("stream"):
-        return web.json_response(message)
-    out = web.StreamResponse(headers={"content-type": "text/event-stream"})
-    await out.prepare(request)
-    await out.write(event("message_start", message={**message, "content": []}))
-    block = {"type": "text", "text": ""}
-    await out.write(event("content_block_start", index=0, content_block=block))
-    for word in ("by ", "the ", "river"):
-        delta = {"type": "text_delta", "text": word}
-        await out.write(event("content_block_delta", index=0, delta=delta))
-    await out.write(event("content_block_stop", index=0))
-    end = {"stop_reason": "end_turn", "stop_sequence": None}
-    await out.write(event("message_delta", delta=end, usage={"output_tokens": 3}))
-    await out.write(event("message_stop"))
-    return out
-
-
-@asynccontextmanager
-async def gateways() -> AsyncIterator[tuple[str, str]]:
-    """Gateways before a server that has `/v1/messages`, and before one that has not."""
-    having = Stub("a", stock=True, routes={"/v1/messages": messages})
-    async with (
-        serving(having, strict=False) as first,
-        serving(Stub("b", stock=True), strict=False) as second,
-    ):
-        yield first.url, second.url
-
-
-async def test_anthropic_reaches_a_server_that_has_messages() -> None:
-    if not has_python("anthropic"):
-        pytest.skip("PIGOU_PEER_CLIENTS names no venv with anthropic")
-    python = f"{os.environ['PIGOU_PEER_CLIENTS']}/bin/python"
-    command = [python, str(PROGRAMS / "anthropic_messages.py")]
-    async with gateways() as (having, lacking):
-        assert not await run(*command, having, "stub", "passed")
-        assert not await run(*command, lacking, "stub", "refused")
+    copy = shutil.copy(PROGRAMS / program, tmp_path)
+    await check(tmp_path, reasons, node, "--preserve-symlinks-main", str(copy))

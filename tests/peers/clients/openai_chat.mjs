@@ -32,6 +32,7 @@ const scored = await chat.create({ model, messages, max_tokens: 3, logprobs: tru
 assert.equal(scored.choices[0].logprobs.content.length, scored.usage.completion_tokens);
 
 await assert.rejects(chat.create({ model: "nope", messages }), OpenAI.NotFoundError);
-await assert.rejects(client.responses.create({ model, input: "hello" }), (error) => error.status === 404 && error.message.includes("/v1/chat/completions"));
+const said = await client.responses.create({ model, input: "hello", max_output_tokens: 8 });
+assert(said.output_text);
 const stream = await chat.create({ model, messages, max_tokens: 200, stream: true });
 for await (const _ of stream) break;  // leaving the loop aborts the request

@@ -70,7 +70,7 @@ for call, kind in (
     (lambda: create(model=MODEL, messages=MESSAGES, modalities=["audio"]), openai.BadRequestError),
 ):
     assert refusal(call, kind).body["message"]
-told = refusal(lambda: client.responses.create(model=MODEL, input="a"), openai.NotFoundError)
+told = refusal(lambda: client.moderations.create(input="a"), openai.NotFoundError)
 assert told.response.headers["x-should-retry"] == "false"
 assert "/v1/chat/completions" in told.body["message"]
 scored = client.completions.create(model=MODEL, prompt="The market", max_tokens=0, echo=True,

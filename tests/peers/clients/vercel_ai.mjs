@@ -1,30 +1,32 @@
-// Programs of the Vercel AI SDK as its documentation has them. Arguments: URL, model.
+// The Vercel AI SDK by its default (Responses), and on chats. Arguments: URL, model[, reasons].
 import assert from "node:assert";
 import { createOpenAI } from "@ai-sdk/openai";
 import { generateText, Output, streamText, tool, stepCountIs, jsonSchema } from "ai";
 
 const openai = createOpenAI({ baseURL: `${process.argv[2]}/v1`, apiKey: "any" });
-const model = openai.chat(process.argv[3]);
+const reasons = process.argv.length > 4;
 const prompt = "Where is the market?", maxRetries = 0;
 
-const whole = await generateText({ model, prompt, maxOutputTokens: 12, temperature: 0, maxRetries });
-assert(whole.text);
-assert(whole.usage.outputTokens <= 12);
-const stream = streamText({ model, prompt, maxOutputTokens: 12, temperature: 0, maxRetries });
-let text = "";
-for await (const part of stream.textStream) text += part;
-assert.equal(text, whole.text);
 
 const schema = jsonSchema({ type: "object", properties: { celsius: { type: "boolean" } }, required: ["celsius"], additionalProperties: false });
 let asked = 0;
 const tools = { get_weather: tool({ description: "Tell the weather", inputSchema: schema, execute: async () => { asked += 1; return "rain"; } }) };
-const called = await generateText({ model, prompt, tools, toolChoice: "required", maxOutputTokens: 96, providerOptions: { openai: { parallelToolCalls: false } }, stopWhen: stepCountIs(1), maxRetries });
-assert.equal(called.toolCalls[0].toolName, "get_weather");
-assert.equal(asked, 1);
-const shaped = await generateText({ model, prompt, output: Output.object({ schema }), maxOutputTokens: 64, maxRetries });
-assert.equal(typeof (shaped.output ?? shaped.experimental_output).celsius, "boolean");
+const providerOptions = { openai: { parallelToolCalls: false } };
+for (const [model, tells] of [[openai(process.argv[3]), true], [openai.chat(process.argv[3]), false]]) {
+  const short = { model, prompt, maxOutputTokens: 96, temperature: 0, maxRetries };
+  const whole = await generateText(short);
+  assert(whole.text || reasons);
+  assert(whole.usage.outputTokens <= 96);
+  if (tells) assert.equal(whole.reasoning.length > 0, reasons);
+  let text = "";
+  for await (const part of streamText(short).textStream) text += part;
+  assert.equal(text, whole.text);
+  asked = 0;
+  const called = await generateText({ ...short, tools, toolChoice: "required", maxOutputTokens: 400, providerOptions, stopWhen: stepCountIs(2) });
+  assert.equal(called.steps[0].toolCalls[0].toolName, "get_weather");
+  assert(asked >= 1);
+  const shaped = await generateText({ ...short, output: Output.object({ schema }), maxOutputTokens: 400 });
+  assert.equal(typeof (shaped.output ?? shaped.experimental_output).celsius, "boolean");
+}
 
 await assert.rejects(generateText({ model: openai.chat("nope"), prompt, maxRetries }), /does not exist/);
-// The default of this package is the Responses API: refused, with what to do instead.
-await assert.rejects(generateText({ model: openai(process.argv[3]), prompt, maxRetries }), (error) =>
-  error.statusCode === 404 && error.message.includes("openai.chat('MODEL')"));
