@@ -47,6 +47,10 @@ class DecodeGraphs:
         """Return logits (n, vocab) of hidden states (n, hidden)."""
         return self._model.logits(hidden)
 
+    def rotary_table(self, attention: PagedAttention) -> Tensor:
+        """Return cosines, then sines, of keys by position."""
+        return self._model.rotary_table(attention)
+
     def capture(self) -> None:
         """Capture all sizes, the largest first, so that the others fit in its memory."""
         for size in reversed(self.sizes):
