@@ -42,7 +42,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ctrl": {**_GPT, "dff": 128},
     "cwm": _WINDOW,
     "deepseek_v2": {**_LATENT, **_ROUTED},
-    "deepseek_v3": {**_LATENT, **_ROUTED},
+    "deepseek_v3": {
+        **_LATENT, **_ROUTED,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "original_max_position_embeddings": 64,
+        },
+    },
     "dots1": {**_ROUTED, "n_group": 1, **_WINDOW},
     "ernie4_5": {},
     "ernie4_5_moe": {

@@ -262,3 +262,12 @@ def test_longrope_goes_by_the_engines_length_not_by_the_batch(length: int, tmp_p
     check_greedy(reference, prompts[:1], outputs[:1])
     alone = LocalEngine(model, EngineConfig(blocks=40, max_model_len=length))
     assert greedy(alone, prompts[1:])[0].tokens == outputs[1].tokens
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"])
+def test_latent_attention_stores_a_latent_and_a_rotated_key_per_token(
+    kind: str, family: Find
+) -> None:
+    layout = family(kind)[1].layout(16)
+    assert (layout.parts, layout.kv_heads, layout.head_dim) == (1, 1, 32 + 16)
+    assert layout.block_bytes == 4 * 16 * (32 + 16) * 4  # layers, tokens, numbers, fp32

@@ -122,6 +122,7 @@ class KVLayout:
     kv_heads: int  # key-value heads of a layer
     head_dim: int  # numbers in a key or a value of one head
     block_bytes: int  # bytes of a block, keys and values of all layers
+    parts: int = 2  # keys and values; 1 for latents (MLA), whose values are part of their keys
 
     def __post_init__(self) -> None:
         check_fields(self, "block_size", "layers", "kv_heads", "head_dim", "block_bytes", ge=1)

@@ -55,6 +55,8 @@ class CPUAttention(PagedAttention):
         """True if the kernels support this cache."""
         sizes = {config.layer_attention(layer).head_dim for layer in range(config.layers)}
         sizes.add(cache.layout.block_size)
+        if cache.layout.parts == 1:
+            return False
         return cache.data.device.type == "cpu" and not any(size % LANES for size in sizes)
 
     def __init__(self, config: ModelConfig, cache: KVCache, tables: Ints, context: int) -> None:

@@ -48,7 +48,8 @@ class CUDAAttention(PagedAttention):
     @staticmethod
     def supports(config: ModelConfig, cache: KVCache) -> bool:  # noqa: ARG004
         """True on CUDA with Triton, where keys and values lie in the cache as per_head heads."""
-        per_head = cache.data.dtype is cache.dtype  # neither quantised nor narrower
+        # Neither quantised nor narrower, and no latents.
+        per_head = cache.data.dtype is cache.dtype and cache.layout.parts == 2
         size = cache.layout.block_size
         whole = size & (size - 1) == 0 and size <= _ENTRIES
         cuda = cache.data.device.type == "cuda"

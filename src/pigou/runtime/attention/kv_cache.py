@@ -36,7 +36,8 @@ def make_layout(
 ) -> KVLayout:  # fmt: skip
     """Describe a model's blocks; each holds keys and values of all layers."""
     name = str(dtype).removeprefix("torch.") if kv_dtype == "auto" else FORMATS[kv_dtype]
-    heads = 2 * config.kv_heads * config.layers
+    parts = 1 if any(layer.latent for layer in config.attention) else 2
+    heads = parts * config.kv_heads * config.layers
     return KVLayout(
         model=model,
         digest=digest,
@@ -46,15 +47,17 @@ def make_layout(
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         block_bytes=heads * head_bytes(name, config.head_dim, block_size),
+        parts=parts,
     )
 
 
 class KVCache:
     """KV blocks in one tensor; a block is contiguous over all layers.
 
-    `data` is (blocks, layers, 2, kv_heads, head_dim * block_size). Keys are dimension-major and
-    values token-major, so both attention products read contiguously. In int8_per_token_head, the
-    bytes of `block_size` scales (bfloat16) follow in the last axis. FP8 is stored as uint8.
+    `data` is (blocks, layers, parts, kv_heads, head_dim * block_size); latents have keys alone.
+    Keys are dimension-major and values token-major, so both attention products read contiguously.
+    In int8_per_token_head, the bytes of `block_size` scales (bfloat16) follow in the last axis.
+    FP8 is stored as uint8.
     """
 
     def __init__(
@@ -75,7 +78,9 @@ class KVCache:
         self._layout = layout
         stored = _STORED.get(layout.dtype) or getattr(torch, layout.dtype)
         raw = _bytes(blocks * layout.block_bytes, device, memory)
-        self.data: Tensor = raw.view(stored).view(blocks, layout.layers, 2, layout.kv_heads, -1)
+        self.data: Tensor = raw.view(stored).view(
+            blocks, layout.layers, layout.parts, layout.kv_heads, -1
+        )
         self.dtype: torch.dtype = dtype or stored
         self.quantised = layout.dtype in _STORED
         if heads is not None:

@@ -70,10 +70,10 @@ class PagedAttention:
         self._gathered = torch.empty(0, dtype=cache.data.dtype, device=self.device)
         uniform = all((f.kv_heads, f.head_dim) == (config.kv_heads, config.head_dim)
                       for f in config.attention)  # fmt: skip
-        if cache.quantised and not uniform:
+        if cache.quantised and not (uniform and cache.layout.parts == 2):
             raise ConfigError(
                 f"kv_cache_dtype is {cache.layout.dtype!r}, and heads differ by layer in this "
-                "model; give auto"
+                "model, or are latents; give auto"
             )
 
     def begin(self, batch: StepBatch) -> None:
@@ -98,7 +98,7 @@ class PagedAttention:
         """
         batch, form = self.batch, self.config.layer_attention(layer)
         self._store(layer, key, value)
-        out = torch.empty_like(query)
+        out = query.new_empty((*query.shape[:2], form.latent or query.shape[2]))
         if self._decodes is not None:
             self._decode(layer, form, query[: batch.singles], sinks, out[: batch.singles])
         for chunk, past in zip(batch.chunks, self._pasts, strict=True):
@@ -159,6 +159,8 @@ class PagedAttention:
         both = self.cache.data[:, layer].flatten(2)[:, :, : heads * width * self.block_size]
         shape = (len(both), heads, width, self.block_size)
         both[:, KEYS].view(shape)[self._blocks, :, :, self._offsets] = key.to(both.dtype)
+        if both.shape[1] == 1:
+            return
         shape = (len(both), heads, self.block_size, width)
         both[:, VALUES].view(shape)[self._blocks, :, self._offsets] = value.to(both.dtype)
 
@@ -273,6 +275,9 @@ class PagedAttention:
             both = both.flatten(2)[:, :, : heads * width * size].unflatten(2, (heads, -1))
         own = both[..., : width * size]
         keys = own[:, KEYS].unflatten(2, (width, size)).unflatten(0, shape[:2])
+        if form.latent:
+            latents = keys.permute(0, 2, 1, 4, 3).reshape(flat)
+            return latents, latents[..., : form.latent]
         values = own[:, VALUES].unflatten(2, (size, width)).unflatten(0, shape[:2])
         parts = keys.permute(0, 2, 1, 4, 3).reshape(flat), values.transpose(1, 2).reshape(flat)
         if not len(scales):
@@ -307,4 +312,6 @@ def _chances(
 
 
 def _repeat(part: Tensor, group: int) -> Tensor:
+    if part.shape[1] == 1:
+        return part.expand(-1, group, -1, -1)
     return part if group == 1 else part.repeat_interleave(group, 1)

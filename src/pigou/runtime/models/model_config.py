@@ -30,11 +30,12 @@ class LayerAttention:
     window: int = 0  # entries that a token attends to, its own included; 0 for all
     softcap: float = 0.0  # c in c * tanh(score / c); 0 for none
     sinks: bool = False  # a learned score per query head takes part in the softmax
+    latent: int = 0  # first numbers of a key that are its value (MLA); 0 for values of their own
 
     @property
     def standard(self) -> bool:
-        """True without window, soft cap and sinks."""
-        return not (self.window or self.softcap or self.sinks)
+        """True without window, soft cap, sinks and latents."""
+        return not (self.window or self.softcap or self.sinks or self.latent)
 
 
 @dataclass(frozen=True, slots=True)

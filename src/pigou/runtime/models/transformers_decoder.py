@@ -98,9 +98,13 @@ def _attention(
     """Attend over paged KV; query is (1, heads, tokens, head_dim), key and value as ours."""
     seam: AttentionSeam = module.pigou_seam  # type: ignore[assignment]
     name: str = module.pigou_name  # type: ignore[assignment]
+    up: _Latents | None = getattr(module, "pigou_latents", None)
+    if up is not None:
+        query, value = up.absorb(query), key[..., : up.keys.shape[2]]
     widest = max(query.shape[-1], value.shape[-1])
     cached = widest if widest <= _LANES else -(-widest // _LANES) * _LANES
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    latent = 0 if up is None else value.shape[-1]
     if seam.step is None:
         mask = attention_mask or _Mask(window=int(others.get("sliding_window") or 0))
         given = {key for key, value in others.items() if value is not None} - _HARMLESS
@@ -117,9 +121,11 @@ def _attention(
             window=mask.window,
             softcap=float(softcap or 0.0),
             sinks=s_aux is not None,
+            latent=latent,
         )
         seam.record(name, form)
-        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
+        out = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
+        return (out if up is None else up.expand(out))[None], None
     step, layer = seam.step, seam.names[name]
     if scale != step.config.layer_attention(layer).scale:
         raise ModelError(f"{name} changed its scale to {scale}")
@@ -127,8 +133,42 @@ def _attention(
         step.beat()
     parts = [part[0].transpose(0, 1) for part in (query, key, value)]
     q, k, v = (F.pad(x, (0, cached - x.shape[-1])) if x.shape[-1] < cached else x for x in parts)
-    out = step.compute(layer, q, k, v, s_aux)
-    return out[None, ..., : value.shape[-1]], None
+    out = step.compute(layer, q, k, v, s_aux)[..., : value.shape[-1]]
+    return (out if up is None else up.expand(out))[None], None
+
+
+@dataclass(frozen=True, slots=True)
+class _Latents:
+    """MLA in its absorbed form: queries meet cached latents, and outputs are expanded.
+
+    With c the latent, W_k and W_v a head's halves of `kv_b_proj`: q W_k c = (W_k^T q) c, and the
+    sum of p W_v c is W_v times the sum of p c.
+    """
+
+    keys: Tensor  # W_k, shape (heads, numbers of a query without rotation, latent)
+    values: Tensor  # W_v, shape (heads, numbers of a value, latent)
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Return queries of latents and rotated keys, (1, heads, tokens, latent + rotated)."""
+        still, rotated = query.split([self.keys.shape[1], query.shape[-1] - self.keys.shape[1]], -1)
+        return torch.cat((still @ self.keys, rotated), -1)
+
+    def expand(self, out: Tensor) -> Tensor:
+        """Return values (tokens, heads, numbers) of weighted latents (tokens, heads, latent)."""
+        return (out.transpose(0, 1) @ self.values.mT).transpose(0, 1)
+
+
+def _use_latents(base: nn.Module) -> None:
+    """Let modules with latent attention (MLA) hand over latents, not expanded heads."""
+    for module in base.modules():
+        if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj"):
+            latent: Any = module
+            weight = latent.kv_b_proj.weight.detach()
+            numbers = [latent.qk_nope_head_dim, latent.v_head_dim]
+            halves = weight.view(-1, sum(numbers), weight.shape[1]).split(numbers, 1)
+            latent.pigou_latents = _Latents(*(half.contiguous() for half in halves))
+            latent.expand_kv = lambda still, rotated: (torch.cat((still, rotated), -1), still)
+            latent.kv_b_proj = nn.Identity()
 
 
 class LinearModule(nn.Module):
@@ -416,6 +456,7 @@ def _check_rope(base: nn.Module) -> None:
 def _join(base: Any, seam: AttentionSeam) -> None:
     """Let a decoder's modules find the seam; its look for padding would wait for the device."""
     base.warn_if_padding_and_no_attention_mask = lambda *_: None
+    _use_latents(base)
     for name, module in base.named_modules():
         module.pigou_seam = seam
         module.pigou_name = name
