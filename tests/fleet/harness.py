@@ -88,6 +88,7 @@ async def running(
     templates: Sequence[WorkerTemplate] = (),
     prices: str = "",
     token_endpoint: bool = True,
+    place_adapters: bool = False,
 ) -> AsyncIterator[tuple[Serving, Client]]:
     """Run a fleet of (prefill, decode, both) workers behind a gateway.
 
@@ -98,7 +99,8 @@ async def running(
     ]  # fmt: skip
     gateway = GatewayConfig(
         port=0, strict=not attach, journal=None if journal is None else str(journal),
-        token_endpoint=token_endpoint, prices=prices, gpu="cpu" if prices else "",
+        token_endpoint=token_endpoint, place_adapters=place_adapters,
+        prices=prices, gpu="cpu" if prices else "",
         priced_model="llama-3.1-8b" if prices else "",
     )  # fmt: skip
     if template is not None and not templates:

@@ -109,20 +109,19 @@ class AdapterTable:
     def placement(self, now: int) -> dict[str, list[str]]:
         """Return the adapters that each worker should hold: the caching game's optimum.
 
-        What no worker holds costs a load a request. What only others hold costs up to that as well:
-        the more, the closer an adapter's requests come to a worker's share of all.
+        Costs are in loads. What no worker holds costs one a request. What only others hold costs
+        up to one: the more, the closer an adapter's requests come to a worker's share of all.
         """
         workers = [name for name, known in self._workers.items() if known.slots]
         names = [name for name in self._counts if self.demand(name, now) >= 0.5]
         if not workers or not names:
             return {}
         demand = np.array([self.demand(name, now) for name in names]) / len(workers)
-        load_s = np.array([self._workers[worker].load_s for worker in workers])
+        every = np.ones((len(workers), len(names)))
         game = ReplicationGame(
-            np.tile(demand, (len(workers), 1)), np.ones(len(names)),
+            every * demand, every[0],
             [self._workers[worker].slots for worker in workers],
-            np.repeat(load_s[:, None], len(names), axis=1),
-            load_s[:, None] * np.minimum(demand * len(workers) / demand.sum(), 1.0),
+            every, every * np.minimum(demand * len(workers) / demand.sum(), 1.0),
         )  # fmt: skip
         held: Flags = game.optimum()[0] > 0.5
         return {

@@ -248,6 +248,7 @@ def _plane_driver(
         journal = Journal(path, journal_config(plane))
     objectives = planner.objectives
     driver = PlaneDriver(plane, prompts, journal, objectives, model=model.name, sibling=sibling)
+    driver.places_adapters = gateway.place_adapters
     follow_driver(driver)
     return driver
 

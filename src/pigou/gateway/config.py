@@ -97,6 +97,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "Gateway",
         ),
     ] = ""
+    place_adapters: Annotated[
+        bool,
+        option(
+            "Load LoRA adapters on the workers where further copies save most loads; workers must "
+            "allow it.",
+            "Gateway",
+        ),
+    ] = False
     prices: Annotated[
         str,
         option(

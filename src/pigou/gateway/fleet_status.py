@@ -149,6 +149,9 @@ class FleetStatus:
             ),
             "tenant_weights": dict(self._plane_driver.plane.config.tenant_weights),
             "shed": self._plane_driver.shed,
+            "adapter_copies": self._plane_driver.plane.tracker.adapters.placement(
+                time.monotonic_ns()
+            ),
             "slo": self._plane_driver.meter.view(),
             "background": self._plane_driver.background.view(),
             "tokens_per_second": round(sum(w["tokens_per_second"] for w in workers), 1),

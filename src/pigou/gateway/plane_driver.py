@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
+import aiohttp
 import msgspec
 
 from pigou.background import Background
@@ -43,6 +44,8 @@ from pigou.windows.prompts import RepeatedPrompts, prompt_key
 from pigou.wire.errors import bad_request
 
 _TICK_S = 0.1
+#: Seconds between placements of LoRA adapters, and of a load at most.
+_PLACEMENT_S, _LOAD_S = 5.0, 60.0
 
 
 class PrefillLeg(NamedTuple):
@@ -131,7 +134,9 @@ class PlaneDriver:
         self._streams: dict[str, tuple[StreamCount, int]] = {}
         self.drivers: dict[str, Interruptible] = {}  # by open request: they get recalls and sheds
         self._woken: set[asyncio.Event] = set()
+        self.places_adapters = False
         self._ticker: asyncio.Task[None] | None = None
+        self._placing: asyncio.Task[None] | None = None
         self._assessing: asyncio.Task[None] | None = None
         self._pulling: asyncio.Task[None] | None = None
 
@@ -151,12 +156,15 @@ class PlaneDriver:
         if self.prefill_queue is not None:
             self._pulling = self.background.start("prefill queue", self.prefill_queue.run)
         self._ticker = self.background.start("control plane ticks", self._tick)
+        if self.places_adapters:
+            self._placing = self.background.start("adapter placement", self._place_adapters)
 
     async def stop(self) -> None:
         """Stop the ticker, and close all connections."""
-        if self._pulling is not None:
-            self._pulling.cancel()
-            await asyncio.wait((self._pulling,), timeout=1.0)
+        for task in (self._pulling, self._placing):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait((task,), timeout=1.0)
         if self._ticker is not None:
             self._ticker.cancel()
             with suppress(asyncio.CancelledError):
@@ -257,6 +265,26 @@ class PlaneDriver:
         """Return the ids of workers with an adapter."""
         ups = self.upstreams.values()
         return frozenset(up.worker.id for up in ups if adapter in up.engine.served.adapters)
+
+    async def _place_adapters(self) -> None:
+        """Load adapters on the workers that get a copy in the caching game."""
+        while True:
+            await asyncio.sleep(_PLACEMENT_S)
+            placement = self.plane.tracker.adapters.placement(time.monotonic_ns())
+            for worker, names in placement.items():
+                for name in names:
+                    await self._load_adapter(worker, name)
+
+    async def _load_adapter(self, worker: str, name: str) -> None:
+        """Load an adapter on a worker from where another one has it; a refusal is left alone."""
+        upstream = self.upstreams.get(worker)
+        cards = (up.engine.served.adapters.get(name) for up in self.upstreams.values())
+        card = next((card for card in cards if card is not None and card.parent), None)
+        if upstream is None or card is None or name in upstream.engine.served.adapters:
+            return
+        body = {"lora_name": name, "lora_path": card.root}
+        with suppress(aiohttp.ClientError, OSError, TimeoutError):
+            await upstream.get("/v1/load_lora_adapter", _LOAD_S, "POST", body)
 
     async def decide(self, request: Request, exclude: frozenset[str]) -> Route | Shed:
         """Submit a request; return its route or refusal; raise `ConfigError`."""

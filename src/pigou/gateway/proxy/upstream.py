@@ -362,10 +362,13 @@ class Upstream:
         finally:
             self._connections.give_back(connection)
 
-    async def get(self, path: str, timeout_s: float, method: str = "GET") -> tuple[int, bytes]:
+    async def get(
+        self, path: str, timeout_s: float, method: str = "GET", body: Body | None = None
+    ) -> tuple[int, bytes]:
         """Return a page's status and body; raises `aiohttp.ClientError`, `TimeoutError`."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
         async with self._session.request(
-            method, self.worker.url + path, timeout=aiohttp.ClientTimeout(total=timeout_s)
+            method, self.worker.url + path, timeout=timeout, json=body
         ) as response:
             return response.status, await read_page(response)
 
