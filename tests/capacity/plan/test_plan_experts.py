@@ -7,10 +7,11 @@ from msgspec.structs import replace
 
 from pigou.capacity.plan.analysis import Analysis, Configuration, PlannedPool, WorkerKind
 from pigou.capacity.plan.demand import read_demand
-from pigou.capacity.plan.output import _groups, _helm_pool, _worker_commands
+from pigou.capacity.plan.output import _groups, _worker_commands, helm_values
 from pigou.capacity.plan.plan import PlanRequest, make_trial
 from pigou.capacity.plan.search_space import Candidate
 from pigou.capacity.plan.trial import run_trial, trial_figures
+from pigou.fleet.kubernetes.fleet_spec import read_fleet
 from pigou.models.read import architecture
 from pigou.objectives import Slo
 from pigou.request import Role
@@ -55,6 +56,15 @@ def test_files_of_a_plan_start_ranks_with_vllm_s_options() -> None:
     assert "--data-parallel-size 8 --enable-expert-parallel" in command
     (group,) = yaml.safe_load(yaml.safe_dump(_groups(wide)))
     assert (group["tp"], group["dp"], group["ep"], group["count"]) == (1, 8, True, 2)
-    pool = _helm_pool(wide.pools[0])
-    assert pool["parallelism"] == {"tp": 1, "dp": 8, "ep": True}
-    assert pool["gpusPerReplica"] == 8
+    request = PlanRequest(model=QWEN, gpus={"H100": 16}, slo=SLO)
+    (pool,) = read_fleet(helm_values(wide, request)["fleet"]["spec"]).models[0].pools
+    assert (pool.parallelism.tp, pool.parallelism.dp, pool.parallelism.ep) == (1, 8, True)
+    assert (pool.gpus_per_replica, pool.hosts_per_replica) == (8, 1)
+
+
+def test_ranks_of_several_nodes_are_pods_of_as_many_hosts() -> None:
+    kind = replace(KIND, dp=32)
+    made = Configuration(pools=(PlannedPool(role=Role.BOTH, kind=kind, workers=1),))
+    request = PlanRequest(model=QWEN, gpus={"H100": 32}, slo=SLO)
+    (pool,) = read_fleet(helm_values(made, request)["fleet"]["spec"]).models[0].pools
+    assert (pool.gpus_per_replica, pool.hosts_per_replica) == (32, 4)
