@@ -89,7 +89,7 @@ def test_frequencies_are_those_of_transformers(rope: dict[str, Any]) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"bits": 4}}, "quant_method is ''"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),
         ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, "'mrope'"),

@@ -15,6 +15,7 @@ from tests.runtime.checkpoints import FAMILIES, VOCAB, make_config, make_tensors
 from tests.runtime.reference import Reference, make_prompts
 
 from pigou.config import EngineConfig
+from pigou.models import ModelError
 from pigou.request import SamplingParams
 from pigou.runtime.local_engine import LocalEngine
 from pigou.runtime.models.int8_product import Int8Product
@@ -140,3 +141,158 @@ def test_a_model_quantised_when_loading_is_that_of_its_rounded_weights(
     checked(model, write_plain(tmp_path / "plain", config, tensors), quantization)
     digests = {load(model, "fp32", quantization=q).digest for q in ("auto", quantization)}
     assert len(digests) == 2
+
+
+# --- quantised checkpoints ----------------------------------------------------------------------
+
+Parts = dict[str, torch.Tensor]
+
+
+def packed(numbers: torch.Tensor, axis: int, order: tuple[int, ...] = tuple(range(8))) -> Any:
+    """int32 words of 8 numbers of 4 bits along an axis."""
+    words = torch.zeros_like(numbers.movedim(axis, -1)[..., ::8].movedim(-1, axis)).long()
+    for at, place in enumerate(order):
+        words |= numbers.movedim(axis, -1)[..., place::8].movedim(-1, axis).long() << (4 * at)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def fp8(weight: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """FP8 codes of blocks, their scales, and the plain numbers."""
+    blocks = [[part.abs().amax() / 448 for part in line.split(columns, 1)]
+              for line in weight.split(rows, 0)]  # fmt: skip
+    scales = torch.tensor(blocks)
+    wide = scales.repeat_interleave(rows, 0)[: len(weight)]
+    wide = wide.repeat_interleave(columns, 1)[:, : weight.shape[1]]
+    codes = (weight / wide).to(FP8)
+    return codes, scales, codes.float() * wide
+
+
+def int4(weight: torch.Tensor, group: int, symmetric: bool) -> tuple[torch.Tensor, ...]:
+    """Codes (0 to 15), zeros and scales (outputs, groups), and the plain numbers."""
+    parts = weight.view(len(weight), -1, group)
+    low, high = parts.amin(2), parts.amax(2)
+    scales = parts.abs().amax(2) / 7 if symmetric else (high - low) / 15
+    zeros = torch.full_like(scales, 8) if symmetric else (-low / scales).round().clamp(1, 15)
+    codes = ((parts / scales[..., None]).round() + zeros[..., None]).clamp(0, 15)
+    plain = ((codes - zeros[..., None]) * scales[..., None]).view_as(weight)
+    return codes.view_as(weight).int(), zeros.int(), scales, plain
+
+
+def quantise(scheme: str, weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:  # noqa: PLR0911
+    """Tensors of a module in a scheme, and its plain numbers."""
+    outputs, inputs = weight.shape
+    match scheme.split():
+        case ["fp8", "blocks"]:
+            codes, scales, plain = fp8(weight, 40, 40)
+            return {"weight": codes, "weight_scale_inv": scales}, plain
+        case ["fp8" | "modelopt", "tensor"]:
+            codes, scales, plain = fp8(weight, outputs, inputs)
+            static = {"input_scale": torch.tensor(0.1)}
+            return {"weight": codes, "weight_scale": scales.flatten()[0], **static}, plain
+        case ["compressed", "fp8"]:
+            codes, scales, plain = fp8(weight, 1, inputs)
+            return {"weight": codes, "weight_scale": scales}, plain
+        case ["compressed", "int8"]:
+            matrix = WeightMatrix(weight).quantised(torch.int8)
+            assert matrix.scales is not None
+            tensors = {"weight": matrix.data, "weight_scale": matrix.scales}
+            return tensors, matrix.dense(torch.float32)
+        case ["compressed", "int4", kind]:
+            codes, zeros, scales, plain = int4(weight, 32, kind == "symmetric")
+            tensors = {"weight_packed": packed(codes, 1), "weight_scale": scales,
+                       "weight_shape": torch.tensor([outputs, inputs])}  # fmt: skip
+            if kind != "symmetric":
+                tensors["weight_zero_point"] = packed(zeros, 0)
+            return tensors, plain
+        case ["gptq"]:
+            codes, zeros, scales, plain = int4(weight, 32, symmetric=False)
+            return {
+                "qweight": packed(codes.T, 0), "qzeros": packed(zeros.T - 1, 1),
+                "scales": scales.T, "g_idx": (torch.arange(inputs) // 32).int(),
+            }, plain  # fmt: skip
+    codes, zeros, scales, plain = int4(weight, 32, symmetric=False)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {"qweight": packed(codes.T, 1, order), "qzeros": packed(zeros.T, 1, order),
+            "scales": scales.T}, plain  # fmt: skip
+
+
+def compressed(kind: str, bits: int, **more: object) -> dict[str, Any]:
+    weights = {"type": kind, "num_bits": bits, **more}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "ignore": ["lm_head", "re:.*layers.1.*down_proj"],
+        "config_groups": {"group_0": group},
+    }  # fmt: skip
+
+
+SCHEMES: dict[str, dict[str, Any]] = {
+    "fp8 blocks": {"quant_method": "fp8", "weight_block_size": [40, 40]},
+    "fp8 tensor": {"quant_method": "fp8", "activation_scheme": "static"},
+    "modelopt tensor": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+    "compressed fp8": compressed("float", 8),
+    "compressed int8": compressed("int", 8, strategy="channel"),
+    "compressed int4 symmetric": compressed("int", 4, group_size=32, symmetric=True),
+    "compressed int4 asymmetric": compressed("int", 4, group_size=32, symmetric=False),
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32},
+}
+
+
+def write_quantised(folder: Path, scheme: str) -> tuple[Path, Path]:
+    """A checkpoint in a scheme, and the plain one of its numbers."""
+    plain_config = make_config("qwen3", num_hidden_layers=2)
+    config = plain_config | {"quantization_config": SCHEMES[scheme]}
+    plain = make_tensors(plain_config)
+    tensors = dict(plain)
+    for name in products(plain):
+        if "ignore" in SCHEMES[scheme] and "layers.1.mlp.down_proj" in name:
+            continue
+        del tensors[name]
+        parts, plain[name] = quantise(scheme, plain[name])
+        module = name.removesuffix(".weight")
+        tensors |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
+    if SCHEMES[scheme]["quant_method"] == "modelopt":
+        name = "model.layers.1.mlp.down_proj"
+        for part in ("weight", "weight_scale", "input_scale"):
+            tensors.pop(f"{name}.{part}", None)
+        parts, plain[f"{name}.weight"] = quantise(scheme, plain[f"{name}.weight"])
+        tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+    model = write_plain(folder / "model", config, tensors)
+    return model, write_plain(folder / "plain", plain_config, plain)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_quantised_checkpoint_is_served_as_its_plain_numbers(scheme: str, tmp_path: Path) -> None:
+    checked(*write_quantised(tmp_path, scheme))
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+    ({"quant_method": "magic"}, "magic"),
+])  # fmt: skip
+def test_other_formats_are_refused_by_name(
+    keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = make_config("llama")
+    model = write_plain(
+        tmp_path / "m", config | {"quantization_config": keys}, make_tensors(config)
+    )
+    with pytest.raises(ModelError, match=message):
+        load(model, "fp32")
+
+
+def test_groups_out_of_order_and_missing_scales_are_refused(tmp_path: Path) -> None:
+    config = make_config("qwen3") | {"quantization_config": SCHEMES["gptq"]}
+    tensors = make_tensors(config)
+    first = "model.layers.0.mlp.gate_proj"
+    parts, _ = quantise("gptq", tensors.pop(f"{first}.weight"))
+    parts["g_idx"] = parts["g_idx"].flip(0)
+    named = {f"{first}.{part}": tensor for part, tensor in parts.items()}
+    model = write_plain(tmp_path / "m", config, tensors | named)
+    with pytest.raises(ModelError, match="g_idx"):
+        load(model, "fp32")
+    del named[f"{first}.scales"]
+    model = write_plain(tmp_path / "n", config, tensors | named)
+    with pytest.raises(ModelError, match="no scale"):
+        load(model, "fp32")

@@ -225,7 +225,7 @@ def test_quantized_weights_are_refused_though_the_config_is_silent(
     tensors = make_tensors(config)
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(96, 64).to(dtype)
     save(tensors, folder / WHOLE)
-    with pytest.raises(ModelError, match=r"up_proj.*quantized"):
+    with pytest.raises(ModelError, match=r"up_proj.*quantization_config"):
         load(folder)
 
 

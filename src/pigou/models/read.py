@@ -145,9 +145,8 @@ def served_family(config: HfConfig) -> Family:
         raise ModelError(
             f"architectures {names} of model_type {family!r} are not supported; supported: {served}"
         )
-    for name in ("quantization_config", "compression_config"):
-        if config.get(name):
-            raise ModelError(f"{name}: quantized weights are not supported; use bf16 ones")
+    if keys := quantisation_of(config.values):
+        Quantisation(str(config.path), keys, "bfloat16")  # refuses an unknown format
     activation = config.values.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"hidden_act {activation!r} is not supported; supported: 'silu'")

@@ -51,6 +51,11 @@ class WeightMatrix:
         codes = (numbers / scales).clamp_(-highest, highest)
         return WeightMatrix((codes.round_() if kind is torch.int8 else codes).to(kind), scales)
 
+    def to(self, device: torch.device) -> WeightMatrix:
+        """Return the matrix on a device."""
+        scales = None if self.scales is None else self.scales.to(device)
+        return replace(self, data=self.data.to(device), scales=scales)
+
     def rows(self, start: int, stop: int) -> WeightMatrix:
         """Return some of the outputs."""
         scales = None if self.scales is None else self.scales[start:stop]

@@ -17,6 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pigou.models import ModelError, model_folder
+from pigou.models.hf_config import quantisation_of, read_config
+from pigou.models.quantisation import Quantisation
+from pigou.runtime.models.checkpoint_formats import UNUSED, check_method, read_matrix
 from pigou.runtime.models.linear import FP8, Linear, WeightMatrix, make_linear
 from pigou.small_file import parse_json, read_bytes, read_json
 
@@ -266,6 +269,10 @@ class Weights(WeightSource):
         self._where: dict[str, str] = {}
         self._taken: set[str] = set()
         self._dtypes: set[torch.dtype] = set()
+        keys = quantisation_of(read_config(folder)) if (folder / "config.json").is_file() else None
+        self._formats = None if keys is None else Quantisation("config.json", keys, "bfloat16")
+        if self._formats is not None:
+            check_method(self._formats)
         self._source = find_weight_files(folder)
         for path in self._source.paths:
             self._open(path)
@@ -293,10 +300,10 @@ class Weights(WeightSource):
             )
         tensor: Tensor = _read(file, name, part)
         if tensor.dtype not in _FLOATS:
-            raise ModelError(
-                f"{self._folder}: tensor {name!r} has dtype {tensor.dtype}; quantized weights are "
-                "not supported; use bf16 ones"
-            )
+            reason = "config.json has no quantization_config for it; keep the checkpoint's"
+            if self._formats is not None:
+                reason = "it is read in 16 or 32 bits only; give a checkpoint with it in bf16"
+            raise ModelError(f"{self._folder}: tensor {name!r} has dtype {tensor.dtype}; {reason}")
         self._taken.add(name)
         self._note_dtype(tensor.dtype)
         if part is not None and part.share != 1:
@@ -310,6 +317,28 @@ class Weights(WeightSource):
             name: self.take(name, *self._files[self._where[name]].get_slice(name).get_shape())
             for name in names
         }
+
+    def matrix(self, module: str, outputs: int, inputs: int) -> WeightMatrix:
+        """Return a module's weight as stored; raises ModelError if not as expected."""
+        formats, name = self._formats, f"{module}.weight"
+        bare = module.removeprefix("model.")
+        if formats is None or formats.format_of([bare]) == formats.unquantised:
+            return super().matrix(module, outputs, inputs)
+        part = None if self._part is None else self._part(name)
+        shape = [outputs, inputs]
+        if part is not None:
+            shape[part.axis] = part.whole
+        matrix = read_matrix(self._find, module, (shape[0], shape[1]), formats)
+        if part is not None:
+            cut = matrix.columns if part.axis else matrix.rows
+            matrix = cut(part.first, part.first + part.length)
+        return matrix.to(self.device)
+
+    def _find(self, name: str) -> Tensor | None:
+        if name not in self._where:
+            return None
+        self._taken.add(name)
+        return _read(self._files[self._where[name]], name, None)
 
     def __enter__(self) -> Weights:
         return self
@@ -325,6 +354,8 @@ class Weights(WeightSource):
         if kind is not None:
             return
         left = sorted(self._where.keys() - self._taken)
+        if self._formats is not None:
+            left = [name for name in left if not name.endswith(UNUSED)]
         derived = [name for name in left if name.endswith(_DERIVED)]
         if derived:
             log.info("%s: %d tensors follow from config.json: %s", self._folder, len(derived),
