@@ -212,6 +212,37 @@ def test_a_draft_model_of_another_vocabulary_is_refused(loaded: Find) -> None:
     assert isinstance(same_one, DraftModel)
 
 
+def test_with_drafts_tokens_are_distributed_as_the_model_says(loaded: Find) -> None:
+    """Chi-square of pairs of tokens over seeds: five may come first, and five after each."""
+    model, prompt, seeds = loaded("llama"), make_prompts(1, VOCAB, 20)[0].tolist(), 400
+
+    def chances(prompts: list[list[int]]) -> list[dict[int, float]]:
+        one = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5)
+        outputs, _ = run(model, [np.array(p) for p in prompts], [one] * len(prompts))
+        reports = [output.logprobs[0] for output in outputs]
+        shares = [np.exp(r.logprobs) / np.exp(r.logprobs).sum() for r in reports]
+        return [
+            dict(zip(r.top.tolist(), p, strict=True)) for r, p in zip(reports, shares, strict=True)
+        ]
+
+    [first] = chances([prompt])
+    second = dict(zip(first, chances([[*prompt, token] for token in first]), strict=True))
+    expected = {(a, b): p * q for a, p in first.items() for b, q in second[a].items()}
+    texts = [[*prompt, *pair] for pair in expected]
+    params = [SamplingParams(3, top_k=5, seed=seed, ignore_eos=True) for seed in range(seeds)]
+    outputs, engine = run(model, [np.array(prompt)] * seeds, params, Scripted(texts, 0.3, 0),
+                          blocks=4000, max_seqs=64)  # fmt: skip
+    assert engine.core.drafts is not None
+    assert 0 < engine.core.drafts.accepted_tokens < engine.core.drafts.draft_tokens
+    drawn = [(output.tokens[0], output.tokens[1]) for output in outputs]
+    assert set(drawn) <= set(expected)
+    likely = [pair for pair, chance in expected.items() if chance * seeds >= 5]
+    counts = np.array([drawn.count(pair) for pair in likely])
+    means = np.array([expected[pair] * seeds for pair in likely])
+    statistic, freedom = ((counts - means) ** 2 / means).sum(), len(likely)
+    assert statistic < freedom + 3.1 * np.sqrt(2 * freedom)  # 99.9%, about
+
+
 def test_a_failing_sampler_fails_one_request_amid_its_drafts(loaded: Find) -> None:
     prompts = make_prompts(2, VOCAB, 30)
     bad = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, repetition_penalty=1.5)

@@ -145,10 +145,12 @@ class EngineCore:
         check_result(plan, result)
         if result.lost_returns or result.regained_returns:
             check_scores(plan, result)
-        if self.drafts is not None:
-            self.drafts.observe(plan, result)
         self._plan = None
         ahead, self._ahead = self._ahead, NO_LOOKAHEAD
+        if self.drafts is not None:
+            self.drafts.observe(plan, result)
+            if len(plan.drafts):
+                return self._output.process_drafts(plan, result)
         return self._output.process(plan, ahead, result)
 
     def loaded(self, request: str, tokens: int, failed: bool = False) -> Effects:

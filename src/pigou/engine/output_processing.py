@@ -31,7 +31,7 @@ from pigou.engine.block_table import (
     append_wanted,
 )
 from pigou.engine.plan import Effects, Finished, Plan, Result
-from pigou.engine.schedule_builder import Lookahead
+from pigou.engine.schedule_builder import NO_LOOKAHEAD, Lookahead
 from pigou.engine.sequence import NO_BLOCKS, Sequence, SequenceState
 from pigou.engine.state import EngineState
 from pigou.engine.token_eviction import take_scores
@@ -169,17 +169,6 @@ class OutputProcessor:
 
     def process(self, plan: Plan, ahead: Lookahead, result: Result) -> Effects:
         """Apply a plan's steps, in the order of single steps."""
-        drafts = len(plan.drafts) > 0
-        if drafts:
-            self._accept(plan, result.accepted)
-        tokens, finished = self._process(plan, ahead, result)
-        if drafts:
-            self._take_back(plan, result.accepted, tokens)
-        if self._state.scores is not None:
-            take_scores(self._state, result)
-        return self._state.flush(Effects(tokens=tokens, finished=finished))
-
-    def _process(self, plan: Plan, ahead: Lookahead, result: Result) -> tuple[Ints, list[Finished]]:
         state, rows, pool, work = self._state, self._state.rows, self._state.pool, self._state.work
         if state.copying:
             for seq in state.copying[:]:
@@ -212,24 +201,26 @@ class OutputProcessor:
             if result.finished:
                 reasons.update({finish.entry: finish.reason for finish in result.finished})
             finished = [self._leave(seq, reason) for seq, reason in self._owners(plan, reasons)]
-        return tokens, finished
+        if state.scores is not None:
+            take_scores(state, result)
+        return state.flush(Effects(tokens=tokens, finished=finished))
 
-    def _accept(self, plan: Plan, accepted: Ints) -> None:
-        """Lengthen rows by their accepted drafts; the kernels add the token behind them."""
-        rows = self._state.rows
+    def process_drafts(self, plan: Plan, result: Result) -> Effects:
+        """Apply a step that verified drafts; free the blocks that only rejected ones were in."""
+        rows, accepted, size = self._state.rows, result.accepted, self._state.config.block_size
+        entries = rows.computed[plan.rows] - rows.dropped[plan.rows] + 1 + accepted
+        used = -(-entries // size)
+        for i in np.flatnonzero(rows.blocks[plan.rows] > used).tolist():
+            if (seq := rows.owner[plan.rows.item(i)]) is not None:
+                self._state.truncate_row(seq, used.item(i))
         running = rows.length[plan.rows] > 0
-        self._state.work[ENTRY_COUNT, : len(accepted)] = 1 + accepted
         rows.length[plan.rows[running]] += accepted[running]
-
-    def _take_back(self, plan: Plan, accepted: Ints, tokens: Ints) -> None:
-        """Count accepted drafts, and free the blocks to which only rejected ones were written."""
-        rows, size = self._state.rows, self._state.config.block_size
-        self._state.work[ENTRY_COUNT, : len(plan.rows)] = 1
-        tokens += accepted * (tokens > 0)
-        used = -(-(rows.computed - rows.dropped) // size)
-        for row in plan.rows[rows.blocks[plan.rows] > used[plan.rows]].tolist():
-            if (seq := rows.owner[row]) is not None:
-                self._state.truncate_row(seq, used.item(row))
+        counts = self._state.work[ENTRY_COUNT, : len(accepted)]
+        counts[:] = 1 + accepted
+        effects = self.process(plan, NO_LOOKAHEAD, result)
+        counts[:] = 1
+        effects.tokens += accepted * (effects.tokens > 0)
+        return effects
 
     def _owners(
         self, plan: Plan, reasons: dict[int, FinishReason]
