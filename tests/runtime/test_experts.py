@@ -22,10 +22,9 @@ from pigou.runtime.models.experts import (
     Products,
     Routing,
     adopt_experts,
-    dequantise_mxfp4,
 )
 from pigou.runtime.models.linear import Linear
-from pigou.runtime.models.weights import WeightSource
+from pigou.runtime.models.weights import WeightSource, dequantise_mxfp4
 from pigou.runtime.ops import KernelOps, TorchOps
 from reference import report
 

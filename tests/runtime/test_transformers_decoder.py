@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -271,3 +272,41 @@ def test_latent_attention_stores_a_latent_and_a_rotated_key_per_token(
     layout = family(kind)[1].layout(16)
     assert (layout.parts, layout.kv_heads, layout.head_dim) == (1, 1, 32 + 16)
     assert layout.block_bytes == 4 * 16 * (32 + 16) * 4  # layers, tokens, numbers, fp32
+
+
+def test_experts_are_ours_and_count_their_tokens(family: Find) -> None:
+    for kind in ("gpt_oss", "deepseek_v3", "qwen3_moe", "granitemoe"):
+        _, model = family(kind)
+        loads = model.decoder.loads
+        assert loads is not None, kind
+        before = loads.totals.sum(1)
+        engine = LocalEngine(model, EngineConfig(blocks=32, max_model_len=64))
+        greedy(engine, [np.arange(5, 15, dtype=np.int32)], 4)
+        top = 2  # each layer sees 10 prompt tokens and 3 of the sampled ones, and the warm-ups'
+        assert (loads.totals.sum(1) - before >= top * 13).all()
+        assert loads.steps > 0
+
+
+def test_mxfp4_experts_are_dequantised_once_at_load(tmp_path: Path) -> None:
+    reference = write_family(tmp_path, "gpt_oss")
+    tensors = load_file(tmp_path / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    for name, weight in reference.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, outputs = weight.shape
+            shape = (experts, outputs, inputs // 32)
+            blocks = torch.randint(0, 256, (*shape, 16), generator=generator).to(torch.uint8)
+            scales = torch.randint(121, 125, shape, generator=generator).to(torch.uint8)
+            weight.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            del tensors[name]
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load(tmp_path, "fp32")
+    prompts = [np.arange(5, 25, dtype=np.int32)]
+    outputs = greedy(LocalEngine(model, EngineConfig(blocks=32, max_model_len=64)), prompts)
+    check_greedy(reference, prompts, outputs)

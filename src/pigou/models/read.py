@@ -167,10 +167,10 @@ def choose_implementation(config: HfConfig, wanted: str) -> str:
             reason = f"{error}; "
         else:
             return "pigou"
-    if quantisation_of(config.values):
+    if (quantisation_of(config.values) or {"quant_method": "mxfp4"}).get("quant_method") != "mxfp4":
         raise ModelError(
-            "quantization_config: quantized weights are not supported for transformers' models; "
-            "use bf16 ones"
+            "quantization_config: of quantized weights transformers' models have MXFP4 alone; use "
+            "bf16 ones"
         )
     if find_spec("transformers") is None:
         reason = "" if wanted == "transformers" else reason

@@ -37,7 +37,7 @@ class DecodeGraphs:
     def __init__(
         self, model: DecoderModel, attention: CUDAAttention, max_seqs: int, cuda: Any = torch.cuda
     ) -> None:
-        self.config, self.ops = model.config, model.ops
+        self.config, self.ops, self.loads = model.config, model.ops, model.loads
         self._model, self._attention, self._cuda = model, attention, cuda
         self.sizes = graph_sizes(max_seqs)
         self._captures: dict[int, _Capture] = {}
@@ -65,6 +65,8 @@ class DecodeGraphs:
         if not self._attention.enter_graph(size):
             return self._model.hidden(tokens, attention, wanted)
         capture = self._captures[size]
+        if self.loads is not None:
+            self.loads.begin_step()
         capture.tokens[: batch.size].copy_(tokens)
         capture.graph.replay()
         return capture.hidden[: batch.size]

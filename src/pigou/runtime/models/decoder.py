@@ -35,6 +35,7 @@ class DecoderModel(Protocol):
 
     config: ModelConfig
     ops: Ops
+    loads: ExpertLoads | None  # None without experts of ours
 
     def hidden(self, tokens: Tensor, attention: PagedAttention, wanted: Tensor | None) -> Tensor:
         """Return normalized hidden states of tokens (tokens,), only the `wanted` (n,) or all.

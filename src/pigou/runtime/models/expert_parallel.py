@@ -210,7 +210,6 @@ class ExpertParallel(ExpertLoads):
         super().__init__(layers, experts, device)
         self.group, self.config = group, config
         self.moved = 0  # experts moved since the start
-        self._experts: list[Experts] = []
         self._slots: list[ExpertSlots] = []
         self._mark = self.totals.clone()  # total loads when the window began
 
@@ -221,7 +220,6 @@ class ExpertParallel(ExpertLoads):
         placement = np.arange(self.config.slots(count, self.group.size)) % count
         slots = ExpertSlots(self.group, placement, count)
         experts.spread, experts.held = slots, slots.held
-        self._experts.append(experts)
         self._slots.append(slots)
         return experts
 
@@ -230,7 +228,7 @@ class ExpertParallel(ExpertLoads):
         interval, window = self.config.step_interval, self.config.window_size
         turn = self.steps % interval
         if self.steps == 0 and interval < NEVER:
-            for experts in self._experts:
+            for experts in self.experts:
                 experts.products.read(0)  # raises ModelError if they cannot be moved
         elif turn == 0 and self.steps:
             self.balance((self.totals - self._mark).cpu().numpy())
@@ -252,7 +250,7 @@ class ExpertParallel(ExpertLoads):
     def balance(self, loads: Slots) -> None:
         """Place the experts of all layers by their loads, (layers, experts), where that pays."""
         windows = max(1.0, self.config.step_interval / self.config.window_size)
-        for experts, slots, tokens in zip(self._experts, self._slots, loads, strict=True):
+        for experts, slots, tokens in zip(self.experts, self._slots, loads, strict=True):
             ranks = ExpertRanks(self.group.size, len(slots.placement))
             # In times of reading an expert: fetching one costs 1, a token 1 / KNEE.
             better = rebalance(

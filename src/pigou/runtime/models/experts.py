@@ -22,8 +22,6 @@ from pigou.runtime.models.linear import Linear, WeightMatrix
 from pigou.runtime.models.weights import WeightSource
 
 Activation = Callable[[Tensor], Tensor]
-#: E2M1 values by code: sign, two bits of exponent, one of mantissa.
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,17 +193,6 @@ def load_products(
     return GroupedProducts(stacks[0].mT, stacks[1].mT, activation)
 
 
-def dequantise_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return weights (..., inputs) of MXFP4 blocks (..., inputs / 32, 16) and their scales.
-
-    A byte has two E2M1 values, low nibble first; a scale is a power of two, biased by 127.
-    """
-    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=blocks.device)
-    codes = torch.stack((blocks & 0xF, blocks >> 4), -1).flatten(-2).int()
-    exponents = (scales.int() - 127).unsqueeze(-1)
-    return torch.ldexp(values[codes], exponents).flatten(-2).to(dtype)
-
-
 # --- layers ---------------------------------------------------------------------------------------
 
 
@@ -280,6 +267,7 @@ class ExpertLoads:
     def __init__(self, layers: list[int], experts: int, device: torch.device) -> None:
         """`layers` are those with experts."""
         self.layers, self.steps = layers, 0
+        self.experts: list[Experts] = []
         self.totals = torch.zeros((len(layers), experts), dtype=torch.int64, device=device)
         self.activated = self.totals.new_zeros((len(layers), 1))  # experts hit, summed over steps
         self._starts = [(0, self.totals.clone(), self.activated.clone())]  # windows
@@ -288,7 +276,14 @@ class ExpertLoads:
         """Return the experts of a layer, without weights, that count here."""
         row = self.layers.index(layer)
         held = list(range(self.totals.shape[1]))
-        return Experts(self.totals[row], self.activated[row], held)
+        self.experts.append(Experts(self.totals[row], self.activated[row], held))
+        return self.experts[-1]
+
+    @property
+    def needs_host(self) -> bool:
+        """True if products need counts on the host: those in loops, and `grouped_mm` in fp32."""
+        products = [experts.products for experts in self.experts]
+        return any(isinstance(p, LoopedProducts) or p.down.dtype.itemsize > 2 for p in products)
 
     def begin_step(self) -> None:
         """Count a step; queues copies, and waits for nothing."""

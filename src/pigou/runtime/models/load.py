@@ -115,6 +115,7 @@ class LoadedModel:
             evictor = Evictor(policy, eviction, cache, tables, self.config.group)
         model, graphs = self.decoder, None
         fixed = evictor is None and lora is None and self.shard is None
+        fixed &= self.decoder.loads is None or not self.decoder.loads.needs_host
         if isinstance(attention, CUDAAttention) and fixed and not enforce_eager:
             model = graphs = DecodeGraphs(self.decoder, attention, len(tables))
         executor = TorchExecutor(

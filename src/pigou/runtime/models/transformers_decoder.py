@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pigou.models import ModelError
 from pigou.models.rope_parameters import scaled_context
 from pigou.runtime.attention.paged_attention import PagedAttention
+from pigou.runtime.models.experts import ExpertLoads, adopt_experts
 from pigou.runtime.models.linear import Product, WeightMatrix
 from pigou.runtime.models.model_config import LayerAttention, ModelConfig
 from pigou.runtime.models.weights import Weights
@@ -221,6 +222,7 @@ class TransformersDecoder:
         self.ops = ops
         self.model = model
         self.prefix, self.base = _base(model)
+        self.loads: ExpertLoads | None = None
         self._seam = seam
         self._positions = 0  # length that rotary embeddings are fixed for
         self._given = _GivenStates()
@@ -233,6 +235,8 @@ class TransformersDecoder:
             self._positions = len(attention.turns)
             _fix_rope(self.base, self._positions)
         self._seam.step = attention
+        if self.loads is not None:
+            self.loads.begin_step()
         output = self.base(
             input_ids=tokens.long()[None],
             position_ids=attention.positions()[None],
@@ -302,6 +306,8 @@ class CausalModel:
 def read_causal_model(folder: Path) -> CausalModel:
     """Read a folder's config.json and dry-run its model; raises ModelError if unsupported."""
     kind, source, text_part = _causal_class(folder)
+    if hasattr(source, "quantization_config"):
+        del source.quantization_config  # MXFP4: `Weights` dequantises it
     family = str(source.model_type)
     with _quiet():
         seam = _dry_run(kind, source, family)
@@ -344,7 +350,9 @@ def load_transformers(described: CausalModel, weights: Weights, ops: Ops) -> Tra
             raise ModelError(f"weights cannot be loaded: {error}") from None
     _check(info, described)
     model = model.eval().to(weights.device)
+    tensors.clear()  # else adopted experts are held twice
     decoder = TransformersDecoder(model, described.config, described.seam, ops)
+    decoder.loads = adopt_experts(decoder.base, weights, ops.gate)
     for root in (decoder.base, model):
         _pack(root, weights, is_head=root is model)
     return decoder

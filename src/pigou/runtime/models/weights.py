@@ -46,6 +46,8 @@ _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 _OTHERS = ["*/*.json", "*/*.safetensors", "*/*.txt", *STRAYS]
 #: Tensors of some checkpoints that the configuration determines.
 _DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+#: E2M1 values by code: sign, two bits of exponent, one of mantissa.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 #: Max header bytes, by the safetensors format.
 _MAX_HEADER = 100_000_000
@@ -206,6 +208,17 @@ class Part(NamedTuple):
     share: float = 1.0  # factor, for what each rank adds a share of
 
 
+def dequantise_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return weights (..., inputs) of MXFP4 blocks (..., inputs / 32, 16) and their scales.
+
+    A byte has two E2M1 values, low nibble first; a scale is a power of two, biased by 127.
+    """
+    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=blocks.device)
+    codes = torch.stack((blocks & 0xF, blocks >> 4), -1).flatten(-2).int()
+    exponents = (scales.int() - 127).unsqueeze(-1)
+    return torch.ldexp(values[codes], exponents).flatten(-2).to(dtype)
+
+
 class WeightSource:
     """A model's tensors by Hugging Face names, and products with them."""
 
@@ -312,11 +325,25 @@ class Weights(WeightSource):
 
     def take_all(self) -> dict[str, Tensor]:
         """Return all tensors, derived ones aside, in their own shapes."""
-        names = [name for name in self._where if not name.endswith(_DERIVED)]
-        return {
-            name: self.take(name, *self._files[self._where[name]].get_slice(name).get_shape())
-            for name in names
-        }
+        packed = {name.removesuffix("_blocks") for name in self._where if name.endswith("_blocks")}
+        tensors = {name: self._take_mxfp4(name) for name in packed}
+        for name, file in self._where.items():
+            if not name.endswith(_DERIVED) and name not in self._taken:
+                tensors[name] = self.take(name, *self._files[file].get_slice(name).get_shape())
+        return tensors
+
+    def _take_mxfp4(self, name: str) -> Tensor:
+        """Return gpt-oss's experts in the model's dtype, (experts, inputs, outputs)."""
+        names = (f"{name}_blocks", f"{name}_scales")
+        if names[1] not in self._where:
+            raise ModelError(f"{self._folder}: tensor {names[1]!r} is missing")
+        blocks, scales = (self._files[self._where[part]].get_tensor(part) for part in names)
+        self._taken.update(names)
+        experts = [
+            dequantise_mxfp4(block, scale, self.dtype).mT
+            for block, scale in zip(blocks, scales, strict=True)
+        ]
+        return torch.stack(experts).to(self.device)
 
     def matrix(self, module: str, outputs: int, inputs: int) -> WeightMatrix:
         """Return a module's weight as stored; raises ModelError if not as expected."""

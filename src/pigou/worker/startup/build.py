@@ -195,7 +195,7 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
     pool = GrammarCompilePool(grammars, trials)
     name = str(loaded.dtype).removeprefix("torch.")
     shape_of_model = read_architecture(loaded.folder, dtype=name)
-    loads = getattr(loaded.decoder, "loads", None)
+    loads = loaded.decoder.loads
     return WorkerParts(
         model, core, executor, cache, memory, meter, pool, tiers=_open(tiers, cache),
         experts=None if loads is None else loads.report,
