@@ -113,7 +113,7 @@ def test_the_prompts_end_tells_whether_a_reply_begins_inside() -> None:
 @pytest.mark.parametrize(("template", "family"), [
     ("{{ x }}<|im_start|>", None), (None, None), ("<|channel|>analysis", HARMONY),
     ("[THINK]", "mistral"), ("'<think>\\n\\n</think>\\n\\n'", "qwen3"), ("[gMASK]<think>", "glm45"),
-    ("<｜Assistant｜><think>", "deepseek_r1"),
+    ("<｜Assistant｜><think>", "qwen3"), ("<｜Assistant｜> .split('</think>')", "deepseek_r1"),
 ])  # fmt: skip
 def test_a_template_shows_its_family(template: str | None, family: str | None) -> None:
     assert detect_family(template) == family
@@ -127,3 +127,11 @@ def test_the_end_of_reasoning_is_found_across_tokens() -> None:
     assert [end.take(token) for token in (0, 3, 1, 2, 3)] == [True, True, True, True, False]
     end = ReasoningEnd(FAMILIES["qwen3"], False, texts.__getitem__, {0})
     assert [end.take(token) for token in (3, 0)] == [False, False]
+
+
+def test_a_grammar_of_harmony_holds_from_the_body_of_the_final_message() -> None:
+    text = "<|channel|>/analysis/<|message|>/final/<|end|>/<|start|>/assistant/"
+    pieces = (text + "<|channel|>/final/ /<|constrain|>/json/<|message|>/{").split("/")
+    texts = {token: piece.encode() for token, piece in enumerate(pieces)}
+    end = ReasoningEnd(FAMILIES[HARMONY], True, texts.__getitem__, ())
+    assert [end.take(token) for token in texts] == [True] * 13 + [False]

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pigou.text.stop_strings import begun
-from pigou.text.tool_calls import CallArguments, CallStart, Event, Thought, ToolParser
+from pigou.text.tool_calls import CallArguments, CallStart, Event, Thought, ToolParser, cut
 
 if TYPE_CHECKING:
     from pigou.text.tokenizer import Tokenizer
@@ -22,7 +21,7 @@ class ReasoningFamily:
     closes: tuple[str, ...] = ("</think>",)
     inside: bool = False  # replies begin inside, unless the prompt closed it
     tool_marks: tuple[str, ...] = ()  # content that ends it as well: the beginning of tool calls
-    sign: str = ""  # text by which a chat template shows the family
+    signs: tuple[str, ...] = ()  # texts by which a chat template shows the family
 
 
 _KIMI = "<|tool_calls_section_begin|>"
@@ -30,17 +29,17 @@ _THINK, _INSIDE = ReasoningFamily(), ReasoningFamily(inside=True)
 HARMONY = "openai_gptoss"
 #: Families by vLLM's names; `auto` takes the first whose sign is in the template.
 FAMILIES: Mapping[str, ReasoningFamily] = {
-    HARMONY: ReasoningFamily((), ("<|channel|>final<|message|>",), True, sign="<|channel|>"),
-    "mistral": ReasoningFamily(("[THINK]",), ("[/THINK]",), sign="[THINK]"),
+    HARMONY: ReasoningFamily((), ("<|channel|>final<|message|>",), True, signs=("<|channel|>",)),
+    "mistral": ReasoningFamily(("[THINK]",), ("[/THINK]",), signs=("[THINK]",)),
     "granite": ReasoningFamily(
         ("Here is my thought process:", "Here's my thought process:"),
-        ("Here is my response:", "Here's my response:"), sign="my thought process",
+        ("Here is my response:", "Here's my response:"), signs=("my thought process",),
     ),
-    "seed_oss": ReasoningFamily(("<seed:think>",), ("</seed:think>",), sign="<seed:think>"),
-    "kimi_k2": ReasoningFamily(tool_marks=(_KIMI,), sign=_KIMI),
-    "glm45": ReasoningFamily(sign="[gMASK]"),
-    "deepseek_r1": ReasoningFamily(inside=True, sign="<｜Assistant｜><think>"),
-    "qwen3": ReasoningFamily(sign="<think>"),
+    "seed_oss": ReasoningFamily(("<seed:think>",), ("</seed:think>",), signs=("<seed:think>",)),
+    "kimi_k2": ReasoningFamily(tool_marks=(_KIMI,), signs=(_KIMI,)),
+    "glm45": ReasoningFamily(signs=("[gMASK]", "think>")),
+    "deepseek_r1": ReasoningFamily(inside=True, signs=("<｜Assistant｜>", "</think>")),
+    "qwen3": ReasoningFamily(signs=("<think>",)),
     **dict.fromkeys(("deepseek_v3", "holo2", "ernie45", "hunyuan_a13b", "nemotron_v3"), _THINK),
     **dict.fromkeys(("minimax_m2", "olmo3", "step3"), _INSIDE),
 }  # fmt: skip
@@ -48,8 +47,9 @@ FAMILIES: Mapping[str, ReasoningFamily] = {
 
 def detect_family(template: str | None) -> str | None:
     """Return the reasoning family that a chat template shows, or None."""
-    signs = ((name, family.sign) for name, family in FAMILIES.items() if family.sign)
-    return next((name for name, sign in signs if sign in (template or "")), None)
+    signs = ((name, family.signs) for name, family in FAMILIES.items() if family.signs)
+    text = template or ""
+    return next((name for name, signs in signs if all(sign in text for sign in signs)), None)
 
 
 def begins_inside(family: ReasoningFamily, prompt: str, final: str | None) -> bool:
@@ -78,10 +78,9 @@ class ThinkParser(ToolParser):
 
     def finish(self) -> list[Event]:
         """End the text; return what was held back."""
-        rest, self._rest = self._rest, ""
         if self._state != self._content and self.thinking:
-            return [Thought(rest)] if rest else []
-        events = self._pass(rest)
+            return [Thought(self._rest)] if self._rest else []
+        events = self._content()
         return events if self._inner is None else events + self._inner.finish()
 
     def _begin(self) -> list[Event]:
@@ -95,27 +94,21 @@ class ThinkParser(ToolParser):
         return []
 
     def _reasoning(self) -> list[Event]:
-        family, text = self._family, self._rest
-        marks = (*family.closes, *family.tool_marks)
-        at, mark = min(((text.find(m), m) for m in marks if m in text), default=(-1, ""))
-        if at < 0:
-            at = len(text) - begun(text, marks, max(map(len, marks)))
-            self._rest = text[at:]
-        else:
-            self._rest = text[at + len(mark) * (mark in family.closes) :]
+        shown, mark, rest = cut(self._rest, (*self._family.closes, *self._family.tool_marks))
+        self._rest = mark + rest if mark in self._family.tool_marks else rest
+        if mark:
             self._state, self.thinking = self._content, False
-        return [Thought(text[:at])] if at else []
+        return [Thought(shown)] if shown else []
 
     def _content(self) -> list[Event]:
         text, self._rest = self._rest, ""
-        return self._pass(text)
-
-    def _pass(self, text: str) -> list[Event]:
         if self._inner is not None:
             return self._inner.feed(text)
         return [text] if text else []
 
 
+#: Bytes in which the end of reasoning is looked for.
+_TAIL_BYTES = 96
 _HEAD = re.compile(r"<\|channel\|>\s*(\w+)|\bto=([\w.-]+)")
 _HEAD_MARKS = ("<|channel|>", "<|start|>", "<|message|>", "to=")
 _BODY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
@@ -168,14 +161,11 @@ class HarmonyParser(ToolParser):
         return [CallStart(self.calls - 1, name)]
 
     def _content(self) -> list[Event]:
-        text = self._rest
-        at, mark = min(((text.find(m), m) for m in _BODY_ENDS if m in text), default=(-1, ""))
+        shown, mark, rest = cut(self._rest, _BODY_ENDS)
+        self._rest = mark + rest
         if mark:
-            self._rest, self._state = text[at:], self._head
-        else:
-            at = len(text) - begun(text, _BODY_ENDS, max(map(len, _BODY_ENDS)))
-            self._rest = text[at:]
-        return self._shown(text[:at]) if at else []
+            self._state = self._head
+        return self._shown(shown) if shown else []
 
     def _shown(self, text: str) -> list[Event]:
         if self._called:
@@ -222,16 +212,17 @@ class ReasoningEnd:
     ) -> None:  # fmt: skip
         self.open = inside
         self.opening = opening  # tokens that may open it as the reply's first
-        self._closes = [tag.encode() for tag in family.closes]
-        self._keep = max(map(len, self._closes)) - 1
+        # gpt-oss may tell the form of its final message before its body.
+        ends = "|".join(map(re.escape, family.closes)).replace("final", r"final[^<]*(?:<[^<]*)?")
+        self._ends = re.compile(ends.encode())
         self._bytes_of, self._seen = bytes_of, b""
 
     def take(self, token: int) -> bool:
         """Add a token; return whether it is reasoning's, its closing tag included."""
         if self.open:
             self._seen += self._bytes_of(token)
-            self.open = not any(tag in self._seen for tag in self._closes)
-            self._seen = self._seen[-self._keep :]
+            self.open = self._ends.search(self._seen) is None
+            self._seen = self._seen[-_TAIL_BYTES:]
             return True
         self.open = token in self.opening
         self.opening = ()

@@ -193,6 +193,14 @@ def _loaded(text: str) -> object:
     return value
 
 
+def cut(text: str, marks: Collection[str]) -> tuple[str, str, str]:
+    """Return text before the first mark, the mark, and the rest; "" and what may begin one."""
+    at, mark = min(((text.find(mark), mark) for mark in marks if mark in text), default=(-1, ""))
+    if at < 0:
+        at = len(text) - begun(text, marks, max(map(len, marks)))
+    return text[:at], mark, text[at + len(mark) :]
+
+
 #: State of a parser: takes the text at hand, and returns its events.
 State: TypeAlias = Callable[[], list[Event]]
 
@@ -298,12 +306,7 @@ class MarkedParser(ToolParser):
 
     def _until(self, marks: list[str]) -> tuple[str, list[Event]]:
         """Pass content up to the first marker, and consume it; hold back a possible beginning."""
-        at, mark = min(
-            ((at, mark) for mark in marks if (at := self._rest.find(mark)) >= 0), default=(-1, "")
-        )
-        if not mark:
-            at = len(self._rest) - begun(self._rest, marks, max(map(len, marks)))
-        shown, self._rest = self._rest[:at], self._rest[at + len(mark) :]
+        shown, mark, self._rest = cut(self._rest, marks)
         return mark, self._say(shown)
 
     def _say(self, text: str) -> list[Event]:
