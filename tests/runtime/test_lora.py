@@ -38,10 +38,10 @@ KINDS: dict[str, dict[str, Any]] = {
 class Served:
     """A model with a bank of adapters, and the same model with each merged in."""
 
-    def __init__(self, root: Path, slots: int = 3) -> None:
+    def __init__(self, root: Path, implementation: str = "pigou") -> None:
         self.base = write_checkpoint(root / "base", make_config("llama"))
-        self.model = load(self.base, "fp32")
-        self.bank = attach(self.model.decoder, slots, RANK, 16)
+        self.model = load(self.base, "fp32", implementation=implementation)
+        self.bank = attach(self.model.decoder, 3, RANK, 16)
         self.adapters: dict[str, Adapter] = {}
         self.merged: dict[str, LoadedModel] = {"": load(self.base, "fp32")}
         for seed, (name, kind) in enumerate(KINDS.items()):
@@ -111,6 +111,15 @@ def test_a_batch_of_adapters_equals_merged_weights(
         served.bank.masked = False
     assert len({tuple(output.tokens) for output in outputs}) == 8
     for output, (prompt, name) in zip(outputs, work, strict=True):
+        same(output, alone(prompt, name))
+
+
+def test_a_decoder_of_transformers_takes_adapters(
+    tmp_path: Path, alone: Callable[[Any, str], Output]
+) -> None:
+    served = Served(tmp_path, "transformers")
+    work = [(prompt, NAMES[i % 4]) for i, prompt in enumerate(make_prompts(8, 320, 40, seed=1))]
+    for output, (prompt, name) in zip(run(served.engine(), work), work, strict=True):
         same(output, alone(prompt, name))
 
 

@@ -25,6 +25,7 @@ from pigou.models import ModelError
 from pigou.request import Ints
 from pigou.runtime.models.decoder import Decoder, DecoderModel, GatedMLP
 from pigou.runtime.models.linear import Product
+from pigou.runtime.models.transformers_decoder import TransformersDecoder
 from pigou.runtime.tensor_io import stored, upload
 from pigou.small_file import FileRefused, parse_json, read_bytes
 
@@ -220,11 +221,10 @@ class LoRABank:
     all tokens are multiplied by all slots' A, and what is not theirs is masked before B.
     """
 
-    def __init__(
-        self, modules: Modules, slots: int, max_rank: int, rows: int, like: Tensor
-    ) -> None:
+    def __init__(self, slots: int, max_rank: int, rows: int, like: Tensor) -> None:
         """`rows`: of the batch; `like`: a tensor of the model's dtype and device."""
-        self.modules, self.slots, self.max_rank = modules, slots, max_rank
+        self.modules: dict[str, tuple[int, int]] = {}
+        self.slots, self.max_rank = slots, max_rank
         self.dtype, self.device = like.dtype, like.device
         self.masked = like.is_cuda
         self.active = False  # True if a token of the step has an adapter
@@ -240,9 +240,10 @@ class LoRABank:
         """Device memory of all slots."""
         return sum(site.a.nbytes + site.b.nbytes for site in self._sites)
 
-    def wrap(self, base: Product, names: Sequence[str]) -> LoRALinear:
-        """Add adapters to a product."""
-        site = LoRALinear(base, names, self)
+    def wrap(self, base: Product, inputs: int, outputs: Mapping[str, int]) -> LoRALinear:
+        """Add adapters to a product, the outputs of whose modules lie side by side."""
+        self.modules |= {name: (inputs, width) for name, width in outputs.items()}
+        site = LoRALinear(base, list(outputs), self)
         self._sites.append(site)
         return site
 
@@ -306,37 +307,30 @@ class LoRABank:
 
 
 def attach(decoder: DecoderModel, slots: int, max_rank: int, rows: int) -> LoRABank:
-    """Let a decoder take adapters in its projections, experts aside; raises ModelError."""
-    if not isinstance(decoder, Decoder):
-        raise ModelError("adapters need the own decoder: start without enable_lora")
+    """Let a decoder's projections take adapters, experts aside; raises ModelError without any."""
+    if isinstance(decoder, TransformersDecoder):
+        linears = {n: part for n, part in decoder.linears().items() if ".layers." in n}
+        if not linears:
+            raise ModelError(f"{decoder.config.family} has no projections that take adapters")
+        bank = LoRABank(slots, max_rank, rows, next(iter(linears.values())).weight)
+        for name, part in linears.items():
+            inputs, outputs = part.shape
+            part.product = bank.wrap(part.product, inputs, {name: outputs})
+        return bank
+    assert isinstance(decoder, Decoder)
     config = decoder.config
-    queries, others = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    modules: dict[str, tuple[int, int]] = {}
+    hidden, width = config.hidden, config.head_dim
+    bank = LoRABank(slots, max_rank, rows, decoder.embedding)
+
+    def wrap(base: Product, inputs: int, part: str, **outputs: int) -> LoRALinear:
+        named = {f"model.layers.{layer.index}.{part}.{n}_proj": w for n, w in outputs.items()}
+        return bank.wrap(base, inputs, named)
+
     for layer in decoder.layers:
-        attention, mlp = _prefix(layer.index, "self_attn"), _prefix(layer.index, "mlp")
-        modules |= {
-            f"{attention}q_proj": (config.hidden, queries),
-            f"{attention}k_proj": (config.hidden, others),
-            f"{attention}v_proj": (config.hidden, others),
-            f"{attention}o_proj": (queries, config.hidden),
-        }
-        if isinstance(layer.mlp, GatedMLP):
-            modules |= {
-                f"{mlp}gate_proj": (config.hidden, config.ffn),
-                f"{mlp}up_proj": (config.hidden, config.ffn),
-                f"{mlp}down_proj": (config.ffn, config.hidden),
-            }
-    bank = LoRABank(modules, slots, max_rank, rows, decoder.embedding)
-    for layer in decoder.layers:
-        attention, mlp = _prefix(layer.index, "self_attn"), _prefix(layer.index, "mlp")
-        layer.qkv = bank.wrap(layer.qkv, [f"{attention}{part}_proj" for part in "qkv"])
-        layer.output = bank.wrap(layer.output, [f"{attention}o_proj"])
-        if isinstance(layer.mlp, GatedMLP):
-            names = [f"{mlp}gate_proj", f"{mlp}up_proj"]
-            layer.mlp.gate_up = bank.wrap(layer.mlp.gate_up, names)
-            layer.mlp.down = bank.wrap(layer.mlp.down, [f"{mlp}down_proj"])
+        queries, others = config.heads * width, config.kv_heads * width
+        layer.qkv = wrap(layer.qkv, hidden, "self_attn", q=queries, k=others, v=others)
+        layer.output = wrap(layer.output, queries, "self_attn", o=hidden)
+        if isinstance(mlp := layer.mlp, GatedMLP):
+            mlp.gate_up = wrap(mlp.gate_up, hidden, "mlp", gate=config.ffn, up=config.ffn)
+            mlp.down = wrap(mlp.down, config.ffn, "mlp", down=hidden)
     return bank
-
-
-def _prefix(layer: int, part: str) -> str:
-    return f"model.layers.{layer}.{part}."

@@ -179,6 +179,7 @@ class LinearModule(nn.Module):
         super().__init__()
         self.product = product  # callable (rows, inputs) -> (rows, outputs)
         self.weight = like.new_empty(0)  # for models that ask for its dtype
+        self.shape = like.shape[1], like.shape[0]  # inputs and outputs
 
     def forward(self, x: Tensor) -> Tensor:
         """Return shape (..., outputs)."""
