@@ -185,6 +185,7 @@ def kv_blocks(
             f"model {model.name!r} ({model.weight_bytes_on(split) / 2**30:.1f} GiB of weights a "
             f"GPU) leaves no room for KV on {split.gpus} x {device.name} "
             f"({device.memory / 2**30:.1f} GiB); raise tp, or take a larger gpu"
+            + (", or more ranks with ep" if model.experts else "")
         )
     return blocks * split.dp
 

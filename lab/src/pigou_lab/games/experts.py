@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 
 import numpy as np
@@ -47,14 +46,13 @@ def nested_pigou() -> FlowNetwork:
     return FlowNetwork(edges, {("requests", "done"): 1.0})
 
 
-def nested_game(depth: int, width: int, rng: np.random.Generator) -> FlowNetwork:
-    """Return a random affine game of `depth` choices one after the other, `width` ways each."""
+def nested_game(depth: int, rng: np.random.Generator) -> FlowNetwork:
+    """Return a random affine game of `depth` choices one after the other, two ways each."""
 
     def below(node: str, level: int) -> Iterator[Edge]:
-        for way in range(width):
-            flat = rng.random() < 0.5
-            slope, base = (0.0, rng.uniform(0, 2)) if flat else (rng.uniform(0.1, 2), 0.0)
-            head = f"{node}{way}" if level > 1 else "done"
+        for way in "ab":
+            slope, base = rng.permutation([0.0, rng.uniform(0.1, 2)]).tolist()  # flat, or not
+            head = node + way if level > 1 else "done"
             yield node, head, affine(slope, base)
             if level > 1:
                 yield from below(head, level - 1)
@@ -166,11 +164,10 @@ def herding(copies: int) -> ActivationGame:
     return ActivationGame(np.full(copies, copies), slots, copies, token_s=0.0, read_s=1.0)
 
 
-def worst_nested(depth: int, trials: int, seed: int, width: int = 2) -> float:
+def worst_nested(depth: int, trials: int, seed: int) -> float:
     """Return the highest Price of Anarchy of random affine games of a depth."""
     rng = np.random.default_rng(seed)
-    made = map(partial(nested_game, rng=rng), [depth] * trials, [width] * trials)
-    return max(game.price_of_anarchy() for game in made)
+    return max(nested_game(depth, rng).price_of_anarchy() for _ in range(trials))
 
 
 def activation_rows(
