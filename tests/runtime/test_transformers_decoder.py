@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -21,16 +22,20 @@ from families import FAMILIES, SIZES, VOCAB, write_family
 
 from pigou.config import EngineConfig
 from pigou.engine.plan import Plan, Rates
-from pigou.models import ModelError
+from pigou.models import ModelError, bundled_path
 from pigou.request import Ints, SamplingParams
 from pigou.runtime.attention.batch import make_batch
 from pigou.runtime.local_engine import LocalEngine, Output
+from pigou.runtime.memory_report import tensor_bytes
 from pigou.runtime.models.load import LoadedModel, load
 from pigou.runtime.models.transformers_decoder import (
     LinearModule,
     TransformersDecoder,
     replace_modules,
 )
+from pigou.text.tokenizer import TokenizerError
+from pigou.worker.config import WorkerConfig
+from pigou.worker.startup.build import build
 
 DOCS = Path(__file__).parents[2] / "docs/guide/model-families.md"
 #: Families of the engine's paths: windows and caps, sinks, experts, latents, learned positions.
@@ -240,7 +245,9 @@ def test_products_can_be_wrapped_by_name_and_modules_replaced_by_class(family: F
     products["lm_head"].product = lambda x: seen.append(len(x)) or inner(x)  # type: ignore[func-returns-value]
     decoder.logits(torch.zeros(3, 64))
     assert seen == [3]
-    assert replace_modules(decoder.base, {"Glm4MLP": lambda _: LinearModule(inner, torch.zeros(1))})
+    assert replace_modules(
+        decoder.base, {"Glm4MLP": lambda _: LinearModule(inner, torch.zeros(1, 1))}
+    )
 
 
 def test_the_guide_lists_what_is_compared() -> None:
@@ -310,3 +317,18 @@ def test_mxfp4_experts_are_dequantised_once_at_load(tmp_path: Path) -> None:
     prompts = [np.arange(5, 25, dtype=np.int32)]
     outputs = greedy(LocalEngine(model, EngineConfig(blocks=32, max_model_len=64)), prompts)
     check_greedy(reference, prompts, outputs)
+
+
+def test_a_worker_serves_a_family_whose_shapes_are_not_described(tmp_path: Path) -> None:
+    vocab = json.loads((bundled_path() / "config.json").read_text())["vocab_size"]
+    write_family(tmp_path, "helium", vocab_size=vocab)
+    with pytest.raises(TokenizerError, match="tokenizer"):
+        build(WorkerConfig(model=str(tmp_path), blocks=16, kv_transfer="none"))
+    shutil.copy(bundled_path() / "tokenizer.json", tmp_path)
+    parts = build(WorkerConfig(model=str(tmp_path), blocks=16, kv_transfer="none"))
+    assert parts.work is None
+    assert parts.model.template is None
+    model = load(tmp_path, "fp32")
+    LocalEngine(model, EngineConfig(blocks=64, max_model_len=64))
+    stored = (tmp_path / "model.safetensors").stat().st_size
+    assert tensor_bytes(model.decoder) == pytest.approx(stored, rel=0.05)

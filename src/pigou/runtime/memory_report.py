@@ -105,6 +105,9 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
         parts: Any = value
     elif isinstance(value, dict):
         parts = value.values()
+    elif isinstance(value, torch.nn.Module):
+        own = (getattr(value, name, None) for name in ("product", "pigou_latents"))
+        parts = [value._parameters, value._buffers, value._modules, *own]
     elif type(value).__module__.startswith("pigou."):
         slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
         names = {*slots, *getattr(value, "__dict__", ())}

@@ -244,6 +244,7 @@ class TransformersDecoder:
             use_cache=False,
             return_dict=True,
         )
+        self._seam.step = None
         states: Tensor = output.last_hidden_state[0]
         return states if wanted is None else states[wanted]
 

@@ -194,18 +194,26 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
 
     pool = GrammarCompilePool(grammars, trials)
     name = str(loaded.dtype).removeprefix("torch.")
-    shape_of_model = read_architecture(loaded.folder, dtype=name)
     loads = loaded.decoder.loads
     return WorkerParts(
         model, core, executor, cache, memory, meter, pool, tiers=_open(tiers, cache),
         experts=None if loads is None else loads.report,
-        work=estimate_of(shape_of_model, device_name(loaded.device)),
+        work=_work(loaded.folder, name, device_name(loaded.device)),
         measure=partial(
             measured, device=loaded.device, weights=tensor_bytes(loaded.decoder),
             cache=blocks * layout.block_bytes, adapters=0 if bank is None else bank.bytes,
         ),
         ranks=ranks,
     )  # fmt: skip
+
+
+def _work(folder: Path, dtype: str, gpu: str) -> WorkEstimate | None:
+    """Return the work estimate of a model; None if its layers are not described."""
+    try:
+        return estimate_of(read_architecture(folder, dtype=dtype), gpu)
+    except ConfigError as error:
+        log.info("no estimate of work: %s", error)
+        return None
 
 
 def _swap_rate(
