@@ -152,3 +152,13 @@ async def test_embeddings_reach_pigous_own_workers() -> None:
         assert (await asked(session, "/v1/audio/speech", {"input": "hi"}))[0] == 404
         await fleet.settle()
         assert fleet.idle()
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens"])
+async def test_a_body_nested_too_deeply_is_refused_before_it_is_translated(path: str) -> None:
+    async with serving(Stub("a")) as fleet, aiohttp.ClientSession(fleet.url) as session:
+        body = b'{"model": "stub", "input": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+        headers = {"content-type": "application/json"}
+        async with session.post(path, data=body, headers=headers) as reply:
+            assert reply.status == 400
+            assert "nested" in (await reply.json())["error"]["message"]

@@ -213,15 +213,15 @@ class ReasoningEnd:
         self.open = inside
         self.opening = opening  # tokens that may open it as the reply's first
         # gpt-oss may tell the form of its final message before its body.
-        ends = "|".join(map(re.escape, family.closes)).replace("final", r"final[^<]*(?:<[^<]*)?")
-        self._ends = re.compile(ends.encode())
+        pattern = "|".join(map(re.escape, family.closes)).replace("final", r"final[^<]*(?:<[^<]*)?")
+        self._end = re.compile(pattern.encode())
         self._bytes_of, self._seen = bytes_of, b""
 
     def take(self, token: int) -> bool:
         """Add a token; return whether it is reasoning's, its closing tag included."""
         if self.open:
             self._seen += self._bytes_of(token)
-            self.open = self._ends.search(self._seen) is None
+            self.open = self._end.search(self._seen) is None
             self._seen = self._seen[-_TAIL_BYTES:]
             return True
         self.open = token in self.opening

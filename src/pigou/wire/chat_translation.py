@@ -157,6 +157,8 @@ def call_of(id: Any, name: Any, arguments: Any) -> Json:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def thinking(wanted: bool) -> Json:
-    """Return template variables that switch reasoning, by both names that templates read."""
-    return {"enable_thinking": wanted, "thinking": wanted}
+def switch_thinking(chat: Json, wanted: bool) -> None:
+    """Set the template variables that switch reasoning, by both names that templates read."""
+    given = chat.get("chat_template_kwargs")
+    own = given if isinstance(given, dict) else {}
+    chat["chat_template_kwargs"] = {"enable_thinking": wanted, "thinking": wanted, **own}

@@ -15,7 +15,7 @@ from pigou.wire.chat_translation import (
     event,
     object_decoder,
     read_fields,
-    thinking,
+    switch_thinking,
 )
 from pigou.wire.errors import APIError, bad_field
 from pigou.wire.openai_replies import Json, encode
@@ -100,7 +100,7 @@ class Messages(ChatTranslation):
             messages += _chat_messages(message, f"messages[{index}]")
         chat |= {"messages": messages, "stop": fields.stop_sequences, **_tools(fields)}
         if fields.thinking is not None and fields.thinking.type != "adaptive":
-            chat["chat_template_kwargs"] = thinking(fields.thinking.type == "enabled")
+            switch_thinking(chat, fields.thinking.type == "enabled")
         config = fields.output_config or OutputConfig()
         if config.format is not None:
             schema = {"name": "output", "schema": config.format.get("schema")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
@@ -17,7 +18,7 @@ from pigou.wire.chat_translation import (
     event,
     object_decoder,
     read_fields,
-    thinking,
+    switch_thinking,
 )
 from pigou.wire.errors import APIError, bad_field
 from pigou.wire.openai_replies import Json, encode
@@ -101,28 +102,32 @@ class ResponseStore:
         self._now_s, self._max_bytes, self._ttl_s = now_s, max_bytes, ttl_s
         self._stored: dict[str, OrderedDict[str, KeptResponse]] = {}
         self._bytes: dict[str, int] = {}
+        self._lock = threading.RLock()  # large bodies are translated on threads
 
     def put(self, tenant: str, id: str, body: bytes, messages: list[Json]) -> None:
         """Keep a response, in place of the oldest ones that leave it no room."""
         size = len(body) + len(encode(messages))
-        stored = self._stored.setdefault(tenant, OrderedDict())
-        stored[id] = KeptResponse(body, messages, size, self._now_s() + self._ttl_s)
-        self._bytes[tenant] = self._bytes.get(tenant, 0) + size
-        while self._bytes[tenant] > self._max_bytes:
-            self.drop(tenant, next(iter(stored)))
+        with self._lock:
+            stored = self._stored.setdefault(tenant, OrderedDict())
+            stored[id] = KeptResponse(body, messages, size, self._now_s() + self._ttl_s)
+            self._bytes[tenant] = self._bytes.get(tenant, 0) + size
+            while self._bytes[tenant] > self._max_bytes:
+                self.drop(tenant, next(iter(stored)))
 
     def find(self, tenant: str, id: str) -> KeptResponse | None:
         """Return a response; None if it was never stored, or is no longer."""
-        stored = self._stored.get(tenant)
-        while stored and next(iter(stored.values())).expiry_s <= self._now_s():
-            self.drop(tenant, next(iter(stored)))
-        return None if stored is None else stored.get(id)
+        with self._lock:
+            stored = self._stored.get(tenant)
+            while stored and next(iter(stored.values())).expiry_s <= self._now_s():
+                self.drop(tenant, next(iter(stored)))
+            return None if stored is None else stored.get(id)
 
     def drop(self, tenant: str, id: str) -> bool:
         """Forget a response; return whether it was stored."""
-        item = self._stored.get(tenant, OrderedDict()).pop(id, None)
-        if item is not None:
-            self._bytes[tenant] -= item.size
+        with self._lock:
+            item = self._stored.get(tenant, OrderedDict()).pop(id, None)
+            if item is not None:
+                self._bytes[tenant] -= item.size
         return item is not None
 
 
@@ -161,7 +166,7 @@ class Responses(ChatTranslation):
         self._thought = "reasoning" if summary is None else "summary"
         self._encodes = bool(fields.include)
         self._said: Json = {
-            **{name: chat.get(name, value) for name, value in _ECHOED.items()},
+            **_ECHOED, **{k: chat[k] for k in _ECHOED if chat.get(k) is not None},
             "instructions": fields.instructions, "max_output_tokens": fields.max_output_tokens,
             "max_tool_calls": fields.max_tool_calls, "metadata": fields.metadata or {},
             "previous_response_id": fields.previous_response_id, "background": False,
@@ -178,7 +183,7 @@ class Responses(ChatTranslation):
         chat |= {"max_completion_tokens": fields.max_output_tokens, "verbosity": text.verbosity}
         chat |= {"reasoning_effort": reasoning.effort, **_form(text.format), **_tools(fields)}
         if reasoning.effort == "none":
-            chat["chat_template_kwargs"] = thinking(False)
+            switch_thinking(chat, False)
         if fields.stream_options is not None and fields.stream_options.include_obfuscation:
             raise bad_field("stream_options.include_obfuscation", "is refused: set it to false.")
         super().__init__({name: value for name, value in chat.items() if value is not None})

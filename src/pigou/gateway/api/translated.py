@@ -19,8 +19,10 @@ from pigou.gateway.proxy.server_routes import RESPONSES
 from pigou.wire.bodies import read_json, send_continue
 from pigou.wire.chat_translation import ChatTranslation, object_decoder
 from pigou.wire.errors import APIError
+from pigou.wire.json_limits import read_fields
 from pigou.wire.messages import PATH as MESSAGES
 from pigou.wire.messages import Messages
+from pigou.wire.openai_requests import without_bom
 from pigou.wire.responses import Responses, ResponseStore, answer_stored
 
 
@@ -66,14 +68,20 @@ class TranslatedAPI:
 
     def _translate(self, path: str, tenant: str, data: bytes) -> ChatTranslation:
         id = secrets.token_hex(16)
+        read_fields(without_bom(data))  # within the bounds of JSON
         if path == MESSAGES:
             return Messages(data, id)
         return Responses(data, id, tenant, self._store)
 
     async def _count(self, request: web.Request) -> web.Response:
         data = await read_json(request, self._gateway.config.max_body)
-        message = await self._gateway.off_loop(data, lambda: Messages(data, "", counts=True))
-        reply = await ask_any(self._gateway, request, "/tokenize", message.tokenize_body())
+
+        def count_body() -> bytes:
+            read_fields(without_bom(data))
+            return Messages(data, "", counts=True).tokenize_body()
+
+        body = await self._gateway.off_loop(data, count_body)
+        reply = await ask_any(self._gateway, request, "/tokenize", body)
         try:
             count = object_decoder.decode(reply)["count"]
         except (msgspec.DecodeError, KeyError):
