@@ -132,6 +132,25 @@ def test_quantised_kv_moves_to_more_ranks(workers: Start) -> None:
     assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0  # another format
 
 
+def test_a_tier_keeps_its_blocks_when_the_size_changes(
+    folder: Path, alone: list[int], tmp_path: Path
+) -> None:
+    tier = ("--tier", f"disk=64MiB@{tmp_path}/tier", "--no-tier-recall")
+    cached = []
+    for size in (2, 1):
+        worker = start(folder, *OPTIONS, "--tensor-parallel-size", str(size), *tier)
+        for number in range(3):  # of 40 device blocks, each takes 14
+            first = worker.complete(**BODY, cache_salt=f"tier-{number}")
+            assert first["choices"][0]["token_ids"] == alone
+            cached.append(first["usage"]["prompt_tokens_details"]["cached_tokens"])
+        time.sleep(1.0)
+        worker.process.send_signal(signal.SIGTERM)
+        worker.process.wait(60)
+        stop(worker)
+    assert cached[:3] == [0, 0, 0]
+    assert max(cached[3:]) > 0
+
+
 def ranks_of(worker: Worker) -> list[int]:
     children = Path(f"/proc/{worker.process.pid}/task").glob("*/children")
     pids = [int(pid) for path in children for pid in path.read_text().split()]
@@ -190,6 +209,7 @@ def test_what_several_processes_cannot_do_is_refused_by_name() -> None:
     for options, message in (
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
         ({"tensor_parallel_size": 2, "executor": "sleep"}, "timing_tp"),
+        ({"tensor_parallel_size": 2, "device": "cuda"}, "give kv_transfer none"),
         ({"tensor_parallel_size": 2, "enable_lora": True}, "enable_lora is True"),
         ({"tensor_parallel_size": 2, "eviction": EvictionConfig(policy="pigou")}, "'pigou'"),
     ):

@@ -98,6 +98,8 @@ class Group:
     def barrier(self) -> None:
         """Wait until all ranks are here, and so are the kernels that they queued before."""
         dist.all_reduce(torch.zeros(1, device=self.device))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
         """Leave the group."""

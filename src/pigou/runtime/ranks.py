@@ -3,7 +3,7 @@
 Rank 0 is the worker: it plans, samples and moves blocks. The others repeat its forward passes on
 their part of the model, told by a socket that nobody else has; they end when it closes. On the CPU
 all ranks share one cache of whole blocks, each with its heads of them: a block's bytes do not
-depend on the number of ranks.
+depend on the number of ranks. On CUDA each has a cache of its own, and repeats its moves.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("!I")
 #: Seconds for a rank to end by itself.
 _END_S = 5.0
+#: Folder of files in memory; None for the usual one.
+_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 #: A follower's first byte, sent once it has imported torch.
 _READY = b"\n"
 
@@ -59,14 +61,15 @@ class Join(msgspec.Struct, tag=True):
 
 
 class Attach(msgspec.Struct, tag=True):
-    """Attaches to the cache; its memory comes with the message, as a descriptor."""
+    """Makes the cache; memory to share comes with the message, as a descriptor."""
 
     blocks: int
     block_size: int
+    host_blocks: int  # 0 with shared memory: rank 0 swaps
     context: int
     tables: tuple[int, int]  # shape of the block tables
     offset: int  # bytes before the blocks
-    size: int  # bytes of the memory, the offset included
+    size: int  # bytes of the memory, the offset included; 0 for none
 
 
 class Step(msgspec.Struct, tag=True):
@@ -78,7 +81,15 @@ class Step(msgspec.Struct, tag=True):
     blocks: Ints  # block ids in those cells
 
 
-Message = Join | Attach | Step
+class Move(msgspec.Struct, tag=True):
+    """Moves blocks, as `KVCache.move`."""
+
+    swap_out: Ints
+    copies: Ints
+    swap_in: Ints
+
+
+Message = Join | Attach | Step | Move
 
 
 def _encode_array(value: Any) -> Any:
@@ -109,13 +120,13 @@ class Ranks:
         self.size = size
         self._options = options
         self._closing = False
-        self._folder = tempfile.TemporaryDirectory(prefix="pigou-ranks-")
+        self._folder = tempfile.TemporaryDirectory(prefix="pigou-ranks-", dir=_MEMORY)
         self.processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[socket.socket] = []
         self._attention: PagedAttention | None = None  # to whose cache the others are attached
         self._sent: Ints = np.empty((0, 0), dtype=np.int32)  # block tables as the others have them
         self._memory: tuple[int, int] | None = None
-        self._group: Group | None = None
+        self.group: Group | None = None
         self.context = 0
         for _ in range(1, size):
             ours, theirs = socket.socketpair()
@@ -139,9 +150,9 @@ class Ranks:
             self._send(rank, Join(rank, self.size, str(meeting), torch.get_num_threads(),
                                   self._options))  # fmt: skip
         device = rank_device(self._options.get("device", "cpu"), 0)
-        self._group = Group(0, self.size, torch.device(device), meeting)
-        model = load(**{**self._options, "device": device}, group=self._group)
-        decoder = LeadingDecoder(**_fields_of(model.decoder), ranks=self, group=self._group)
+        self.group = Group(0, self.size, torch.device(device), meeting)
+        model = load(**{**self._options, "device": device}, group=self.group)
+        decoder = LeadingDecoder(**_fields_of(model.decoder), ranks=self, group=self.group)
         return ParallelModel(**{**_fields_of(model), "decoder": decoder}, ranks=self)
 
     def share(self, descriptor: int, offset: int) -> None:
@@ -150,8 +161,7 @@ class Ranks:
 
     def allocate(self, size: int) -> memoryview:
         """Return zeroed memory that all ranks can map; raises OSError without room."""
-        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        with tempfile.TemporaryFile(dir=folder) as file:
+        with tempfile.TemporaryFile(dir=_MEMORY) as file:
             os.posix_fallocate(file.fileno(), 0, size)
             self.share(file.fileno(), 0)
             return memoryview(mmap.mmap(file.fileno(), size))
@@ -167,20 +177,26 @@ class Ranks:
         cells = (rows[row] * tables.shape[1] + column).astype(np.int32)
         blocks = tables[rows[row], column]
         self._sent[rows[row], column] = blocks
-        step = _frame(Step(batch, wanted, cells, blocks))
+        self.tell(Step(batch, wanted, cells, blocks))
+
+    def tell(self, message: Message) -> None:
+        """Send a message to all other ranks."""
+        frame = _frame(message)
         for rank in range(1, self.size):
-            self._send(rank, step)
+            self._send(rank, frame)
 
     def _attach(self, attention: PagedAttention) -> None:
         cache, tables = attention.cache, attention.tables
-        assert self._memory is not None
-        descriptor, offset = self._memory
-        size = offset + cache.blocks * cache.layout.block_bytes
-        message = Attach(cache.blocks, cache.layout.block_size, self.context,
+        descriptor, offset = self._memory or (None, 0)
+        size, host = offset + cache.blocks * cache.layout.block_bytes, 0
+        if descriptor is None:
+            size, host = 0, len(cache.host)
+        message = Attach(cache.blocks, cache.layout.block_size, host, self.context,
                          (tables.shape[0], tables.shape[1]), offset, size)  # fmt: skip
         for rank in range(1, self.size):
             self._send(rank, message, descriptor)
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
         self._attention, self._sent = attention, np.zeros_like(tables)
 
     def _send(self, rank: int, message: Message | bytes, descriptor: int | None = None) -> None:
@@ -226,8 +242,8 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._group is not None:
-            self._group.close()
+        if self.group is not None:
+            self.group.close()
         self._folder.cleanup()
 
 
@@ -275,9 +291,20 @@ class ParallelModel(LoadedModel):
         self, blocks: int, block_size: int, host_blocks: int = 0, memory: memoryview | None = None
     ) -> KVCache:
         """Allocate an empty cache that all ranks share (see `Ranks.share` for given memory)."""
-        if memory is None:
+        on_cpu = self.device.type == "cpu"
+        if memory is None and on_cpu:
             memory = self.ranks.allocate(blocks * self.layout(block_size).block_bytes)
-        return LoadedModel.cache(self, blocks, block_size, host_blocks, memory)
+        cache = LoadedModel.cache(self, blocks, block_size, host_blocks, memory)
+        if not on_cpu:
+            move_own = cache.move
+
+            def move(swap_out: Ints, copies: Ints, swap_in: Ints) -> None:
+                if len(swap_out) or len(copies) or len(swap_in):
+                    self.ranks.tell(Move(swap_out, copies, swap_in))
+                move_own(swap_out, copies, swap_in)
+
+            cache.move = move  # type: ignore[method-assign]
+        return cache
 
     def attention(self, cache: KVCache, tables: Ints, max_model_len: int) -> PagedAttention:
         """Build the attention of this rank's heads; the others build theirs at the first step."""
@@ -323,12 +350,16 @@ def _follow(channel: socket.socket) -> None:
     while True:
         message = _receive(channel)
         if isinstance(message, Attach):
-            descriptor = socket.recv_fds(channel, 1, 1)[1][0]
-            memory = memoryview(mmap.mmap(descriptor, message.size))[message.offset :]
-            os.close(descriptor)
-            cache = model.cache(message.blocks, message.block_size, 0, memory)
+            memory = None
+            if message.size:
+                descriptor = socket.recv_fds(channel, 1, 1)[1][0]
+                memory = memoryview(mmap.mmap(descriptor, message.size))[message.offset :]
+                os.close(descriptor)
+            cache = model.cache(message.blocks, message.block_size, message.host_blocks, memory)
             tables = np.zeros(message.tables, dtype=np.int32)
             attention = model.attention(cache, tables, message.context)
+        if isinstance(message, Move):
+            cache.move(message.swap_out, message.copies, message.swap_in)
         if isinstance(message, Step):
             tables.reshape(-1)[message.cells] = message.blocks
             batch = replace(message.batch, tokens=message.batch.tokens.to(model.device))

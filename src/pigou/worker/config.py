@@ -438,6 +438,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                     f"tensor_parallel_size is {size}, and {name} is {value!r}, which one process "
                     "alone can do; leave one of them out"
                 )
+        if size > 1 and self.device != "cpu" and (self.tiers or self.kv_transfer != "none"):
+            raise ConfigError(
+                f"tensor_parallel_size is {size}, and device is {self.device!r}, where each rank "
+                "has a cache of its own: give kv_transfer none, and no tier"
+            )
 
     def _check_timing(self) -> None:
         if not self.timing:

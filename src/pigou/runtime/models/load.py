@@ -58,8 +58,9 @@ class LoadedModel:
 
     def layout(self, block_size: int) -> KVLayout:
         """Describe this model's KV blocks of `block_size` tokens."""
+        shared = self.shard is None or self.device.type == "cpu"
         return make_layout(
-            self.config,
+            self.config if shared else self.decoder.config,
             model=self.name,
             digest=self.digest,
             dtype=self.dtype,
@@ -71,7 +72,9 @@ class LoadedModel:
         self, blocks: int, block_size: int, host_blocks: int = 0, memory: memoryview | None = None
     ) -> KVCache:
         """Allocate an empty KV cache, optionally over `memory` (see `KVCache`)."""
-        heads = None if self.shard is None else self.shard.kv_heads
+        heads = None
+        if self.shard is not None and self.device.type == "cpu":
+            heads = self.shard.kv_heads
         layout = self.layout(block_size)
         return KVCache(layout, blocks, self.device, host_blocks, memory, heads, self.dtype)
 
