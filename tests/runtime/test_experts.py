@@ -109,6 +109,13 @@ def test_both_products_equal_the_sum_over_tokens(
     chosen, weights = Routing(top).choose(torch.from_numpy(rng.standard_normal((tokens, experts))))
     looped, grouped = make_products(experts, 8, 4, seed)
     assert isinstance(looped, LoopedProducts)
+    if data.draw(st.booleans()):
+        biases = torch.randn(experts, 8), torch.randn(experts, 8)
+        assert isinstance(grouped, GroupedProducts)
+        grouped.gate_up_bias, grouped.down_bias = biases
+        for linears, bias in zip((looped.gate_up, looped.down), biases, strict=True):
+            for linear, row in zip(linears, bias, strict=True):
+                linear.bias = row
     expected = torch.zeros_like(x)
     for token, k in itertools.product(range(tokens), range(top)):
         expert, weight = int(chosen[token, k]), weights[token, k]

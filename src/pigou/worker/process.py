@@ -56,6 +56,10 @@ _KEEPALIVE = 3600.0
 _JOIN, _CUT_S = 5.0, 3.0
 
 
+async def _report(report: Callable[[], dict[str, Any]], _: web.Request) -> web.Response:
+    return web.json_response(await asyncio.to_thread(report))
+
+
 class WorkerServer:
     """Runs one worker, from startup to shutdown."""
 
@@ -123,10 +127,12 @@ class WorkerServer:
             max_body=config.max_body, events=self._events, about=about,
             heartbeat=self.engine.heartbeat, background=self._background, tiers=self._tiers,
             unknown_fields=config.unknown_fields, secret=secret, tracer=self._tracer,
-            experts=parts.experts,
         )  # fmt: skip
+        app = routes.application()
+        if parts.experts is not None:
+            app.router.add_get("/experts", partial(_report, parts.experts))
         self._runner = web.AppRunner(
-            routes.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
         )
         self._routes = routes
         self._listener: asyncio.Server | None = None

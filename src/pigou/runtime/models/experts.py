@@ -292,15 +292,11 @@ class ExpertLoads:
             start = (self.steps, self.totals.clone(), self.activated.clone())
             self._starts = [self._starts[-1], start]
 
-    def window(self) -> tuple[int, Tensor, Tensor]:
-        """Return the steps of the window, their tokens (layers, experts), and experts hit."""
-        steps, totals, activated = self._starts[0]
-        hit = self.activated - activated
-        return self.steps - steps, (self.totals - totals).cpu(), hit.flatten().cpu()
-
     def report(self) -> dict[str, Any]:
         """Return figures by name, and the window's tokens by layer and expert; waits for CUDA."""
-        steps, tokens, hit = self.window()
+        began, totals, activated = self._starts[0]
+        steps, tokens = self.steps - began, (self.totals - totals).cpu()
+        hit = (self.activated - activated).flatten().cpu()
         return {
             "steps": self.steps,
             "window_steps": steps,

@@ -100,9 +100,7 @@ class Routes:
         unknown_fields: str = "warn",
         secret: FleetSecret | None = None,
         tracer: Tracer | None = None,
-        experts: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        self._experts = experts
         self._unknown = UnknownFields(unknown_fields, log.warning)
         self._secret = secret
         self._tracer = tracer
@@ -151,7 +149,6 @@ class Routes:
                 web.get("/load", self.load),
                 web.get("/traces/{id}", self.trace),
                 web.get("/server_info", self.server_info),
-                web.get("/experts", self.experts),
                 web.get("/kv_event_sources", self.event_sources),
                 web.post("/reset_prefix_cache", self.reset_prefix_cache),
                 post("/limits", self.set_limits),
@@ -368,12 +365,6 @@ class Routes:
     async def server_info(self, _: web.Request) -> web.Response:
         """Return role, block size and limits."""
         return _json(self._about)
-
-    async def experts(self, _: web.Request) -> web.Response:
-        """Return the loads of the experts, and where they are."""
-        if self._experts is None:
-            raise APIError(404, "This worker's model has no routed experts.")
-        return _json(await asyncio.to_thread(self._experts))
 
     async def event_sources(self, _: web.Request) -> web.Response:
         """Return where KV events are published."""
