@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.lib.lora_adapters import PROJECTIONS, write_adapter
 
 from pigou.config import EngineConfig
+from pigou.engine.plan import Rates
 from pigou.models import ModelError
 from pigou.request import SamplingParams
 from pigou.runtime.local_engine import LocalEngine, Output
@@ -133,19 +134,35 @@ def test_adapters_change_the_output(served: Served, alone: Callable[[Any, str], 
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 60), st.sampled_from(NAMES)),
              min_size=1, max_size=8),
     st.integers(1, 3), st.sampled_from([8, 24, 256]), st.sampled_from([9, 64]),
-    st.sampled_from([1, 4]),
+    st.sampled_from([1, 4]), st.sampled_from([0, 64]),
 )  # fmt: skip
 def test_chunks_hits_and_preemption_change_nothing(
     served: Served, alone: Callable[[Any, str], Output], work: list[tuple[int, int, str]],
-    slots: int, budget: int, blocks: int, repeat: int,
+    slots: int, budget: int, blocks: int, repeat: int, host: int,
 ) -> None:  # fmt: skip
     stems = make_prompts(3, 320, 1, seed=3)
     stems = [np.random.default_rng(int(stem[0])).integers(3, 320, size=60) for stem in stems]
     prompts = [(stems[which][:length], name) for which, length, name in work]
-    engine = served.engine(slots, max_batched_tokens=budget, blocks=blocks, max_repeat=repeat)
+    engine = served.engine(slots, max_batched_tokens=budget, blocks=blocks, max_repeat=repeat,
+                           host_blocks=host)  # fmt: skip
+    engine.core.rates = Rates(prefill=1.0, swap=1e9, block_bytes=1) if host else None
     for _ in range(2):  # the second time from the cache
         for output, (prompt, name) in zip(run(engine, prompts), prompts, strict=True):
             same(output, alone(prompt, name), 1e-4)  # chunks add in another order
+
+
+@pytest.mark.parametrize("host", [0, 64])
+def test_preempted_rows_go_on_with_their_adapter(served: Served, host: int) -> None:
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=2)
+    work = [(np.arange(3 + i, 18 + i), NAMES[i % 4]) for i in range(8)]
+    engine = served.engine(blocks=9, host_blocks=host, headroom=0)
+    engine.core.rates = Rates(prefill=1.0, swap=1e9, block_bytes=1) if host else None
+    outputs = run(engine, work, params)
+    stats = engine.core.stats
+    assert (stats.preemptions > 3, stats.swaps) == (True, stats.preemptions if host else 0)
+    for output, (prompt, name) in zip(outputs, work, strict=True):
+        lone = LocalEngine(served.merged[name], EngineConfig(blocks=64, max_model_len=128))
+        same(output, lone.generate([prompt], params)[0], 1e-4)
 
 
 def test_no_prefix_is_hit_across_adapters_or_versions(served: Served, tmp_path: Path) -> None:

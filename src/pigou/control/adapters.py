@@ -10,8 +10,8 @@ import numpy as np
 
 from pigou.control.messages import AdapterReport
 from pigou.control.routing.view import AdapterPrices
-from pigou.games.replication import ReplicationGame
-from pigou.request import SECOND, Flags
+from pigou.games.replication import whole_copies
+from pigou.request import SECOND
 
 #: Seconds over which requests of an adapter are counted.
 _MEMORY_S = 60.0
@@ -107,23 +107,13 @@ class AdapterTable:
         return AdapterPrices(load_s, displaced_s)
 
     def placement(self, now: int) -> dict[str, list[str]]:
-        """Return the adapters that each worker should hold: the caching game's optimum.
-
-        Costs are in loads. What no worker holds costs one a request. What only others hold costs
-        up to one: the more, the closer an adapter's requests come to a worker's share of all.
-        """
+        """Return the adapters that each worker should hold: the caching game's optimum."""
         workers = [name for name, known in self._workers.items() if known.slots]
         names = [name for name in self._counts if self.demand(name, now) >= 0.5]
         if not workers or not names:
             return {}
-        demand = np.array([self.demand(name, now) for name in names]) / len(workers)
-        every = np.ones((len(workers), len(names)))
-        game = ReplicationGame(
-            every * demand, every[0],
-            [self._workers[worker].slots for worker in workers],
-            every, every * np.minimum(demand * len(workers) / demand.sum(), 1.0),
-        )  # fmt: skip
-        held: Flags = game.optimum()[0] > 0.5
+        demand = [self.demand(name, now) for name in names]
+        held = whole_copies(demand, [self._workers[worker].slots for worker in workers])
         return {
             worker: [name for name, wanted in zip(names, row.tolist(), strict=True) if wanted]
             for worker, row in zip(workers, held, strict=True)

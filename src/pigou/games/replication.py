@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import linprog
 from scipy.sparse import block_array, csr_array, eye_array, kron
 
@@ -98,6 +98,21 @@ class ReplicationGame:
             raise ValueError(f"no optimum was found: {solution.message}")
         held: Floats = np.clip(solution.x[: nodes * objects].reshape(nodes, objects), 0.0, 1.0)
         return held
+
+
+def whole_copies(demand: ArrayLike, slots: ArrayLike) -> NDArray[np.bool_]:
+    """Return which nodes hold which objects, (nodes, objects), each in `slots` (nodes,) whole ones.
+
+    All nodes access alike, `demand` (objects,) in all. What no node holds costs 1 an access. What
+    only others hold costs up to 1: the more, the closer its demand comes to a node's share of all.
+    """
+    room = np.asarray(slots, dtype=np.float64)
+    total: Floats = np.asarray(demand, dtype=np.float64)
+    every = np.ones((len(room), len(total)))
+    remote = np.minimum(total * len(room) / max(float(total.sum()), 1e-12), 1.0)
+    game = ReplicationGame(every * total / len(room), every[0], room, every, every * remote)
+    held: NDArray[np.bool_] = game.optimum()[0] > 0.5
+    return held
 
 
 def _shaped(name: str, values: ArrayLike, shape: tuple[int, ...]) -> Floats:

@@ -111,21 +111,15 @@ class _Rules:
         self._alphas = self._pattern("alpha_pattern")
 
     def check_targets(self, tensors_of: Collection[str]) -> None:
-        """Refuse an adapter whose tensors are not those of its target modules."""
-        targets = self._config.get("target_modules")
-        if targets == "all-linear":
-            targets = [re.compile(".*")]
-        elif isinstance(targets, str):
-            targets = [self._regex("target_modules", targets)]
-        elif isinstance(targets, list) and all(isinstance(name, str) for name in targets):
-            targets = [self._regex("target_modules", re.escape(name)) for name in targets]
-        else:
+        """Refuse tensors of modules that are no targets: PEFT leaves them out."""
+        given = self._config.get("target_modules")
+        names = ["all-linear"] if given is None else [given] if isinstance(given, str) else given
+        if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
             raise self._error("target_modules", "must be a list of module names, or a pattern")
-        for target in targets:
-            if not any(target.fullmatch(name) for name in tensors_of):
-                raise self._error("target_modules", f"has a module without tensors in {WEIGHTS}")
-        for name in tensors_of:
-            if not any(target.fullmatch(name) for target in targets):
+        keys = names if isinstance(given, str) else map(re.escape, names)
+        patterns = [self._regex("target_modules", key) for key in keys]
+        for name in tensors_of if "all-linear" not in names else ():
+            if not any(pattern.fullmatch(name) for pattern in patterns):
                 raise self._error("target_modules", f"has not {name}, whose tensors are there")
 
     def pair(

@@ -391,22 +391,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def _check_lora(self) -> None:
         check_fields(self, "max_loras", ge=1)
-        if self.max_lora_rank not in _RANKS:
-            raise ConfigError(
-                f"max_lora_rank is {self.max_lora_rank}; give one of {', '.join(map(str, _RANKS))}"
-            )
-        if self.max_cpu_loras and self.max_cpu_loras < self.max_loras:
-            raise ConfigError(
-                f"max_cpu_loras is {self.max_cpu_loras}; it must be 0, or at least max_loras"
-            )
-        if not self.enable_lora:
-            for name, default in (
-                ("lora_modules", ()), ("max_loras", 1), ("max_lora_rank", 16), ("max_cpu_loras", 0)
-            ):  # fmt: skip
-                if getattr(self, name) != default:
-                    raise ConfigError(
-                        f"{name} is given, and enable_lora is not; give --enable-lora"
-                    )
+        host, rank = self.max_cpu_loras, self.max_lora_rank
+        if rank not in _RANKS:
+            raise ConfigError(f"max_lora_rank is {rank}; give one of {_RANKS}")
+        if host and host < self.max_loras:
+            raise ConfigError(f"max_cpu_loras is {host}; give 0, or at least max_loras")
+        given = {"lora_modules": (), "max_loras": 1, "max_lora_rank": 16, "max_cpu_loras": 0}
+        for name, default in given.items() if not self.enable_lora else ():
+            if getattr(self, name) != default:
+                raise ConfigError(f"{name} is given, and enable_lora is not; give --enable-lora")
 
     def _check_eviction(self) -> None:
         given = self.eviction
