@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 import transformers
 from families import FAMILIES, SIZES, VOCAB, write_family
 
-from pigou.config import EngineConfig
+from pigou.config import EngineConfig, EvictionConfig
 from pigou.engine.plan import Plan, Rates
 from pigou.models import ModelError, bundled_path
 from pigou.request import Ints, SamplingParams
@@ -332,3 +332,25 @@ def test_a_worker_serves_a_family_whose_shapes_are_not_described(tmp_path: Path)
     LocalEngine(model, EngineConfig(blocks=64, max_model_len=64))
     stored = (tmp_path / "model.safetensors").stat().st_size
     assert tensor_bytes(model.decoder) == pytest.approx(stored, rel=0.05)
+
+
+def test_token_eviction_is_that_of_the_own_decoder_or_refused_by_name(
+    family: Find, tmp_path: Path
+) -> None:
+    write_family(tmp_path, "qwen3")
+    eviction = EvictionConfig(policy="pigou", recent=8, least=16, interval=16)
+    config = EngineConfig(blocks=24, max_model_len=128, eviction=eviction)
+    prompts = [np.random.default_rng(n).integers(3, VOCAB, size=n) for n in (60, 44, 51, 38)]
+    outputs = []
+    for implementation in ("pigou", "transformers"):
+        engine = LocalEngine(load(tmp_path, "fp32", implementation=implementation), config)
+        outputs.append([output.tokens for output in greedy(engine, prompts, 60)])
+        assert engine.core.stats.evicted_tokens > 0
+    assert outputs[0] == outputs[1]
+    for kind, reason in (
+        ("gemma2", "windows"),
+        ("opt", "does not rotate"),
+        ("glm4", "another way"),
+    ):
+        with pytest.raises(ModelError, match=reason):
+            LocalEngine(family(kind)[1], config)

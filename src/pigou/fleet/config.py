@@ -173,6 +173,10 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         str, option("cpu, cuda or cuda:N; several with commas, given out in turn.", _GROUP)
     ] = "cpu"
     dtype: Annotated[str, option("auto, bf16 or fp32.", _GROUP)] = "auto"
+    model_impl: Annotated[
+        Literal["auto", "pigou", "transformers"],
+        option("Who computes the model, as in `pigou worker`.", _GROUP),
+    ] = "auto"
     threads: Annotated[
         int, option("Compute threads of each worker; 0 splits the cores.", _GROUP)
     ] = 0
@@ -372,6 +376,8 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         """Return the options of `pigou worker`; a `pool` replaces the fleet's model and name."""
         model = self.model if pool is None else pool.model
         arguments = ["--model", model, "--dtype", self.dtype]
+        if self.model_impl != "auto":
+            arguments += ["--model-impl", self.model_impl]
         arguments += ["--kv-transfer", self.kv_transfer, "--threads", str(self.threads or threads)]
         if name := self.served_model_name if pool is None else pool.name:
             arguments += ["--served-model-name", name]
