@@ -189,6 +189,34 @@ def test_a_resumed_stream_draws_the_tokens_of_the_unbroken_one(
         shown = whole["text"][: len(whole["text"]) - len(choice["text"])]
 
 
+def test_stop_strings_amid_drafts_end_a_reply_alike(pair: tuple[Worker, Worker]) -> None:
+    prompt = list(range(30, 50)) * 3
+    few = {str(token): 50 for token in range(300, 304)}  # which repeat each other soon
+    body = {"max_tokens": 60, "return_token_ids": True, "temperature": 0, "ignore_eos": True,
+            "logit_bias": few}  # fmt: skip
+    text = pair[0].complete(prompt, **body)["choices"][0]["text"]
+    before = pair[1].metric("vllm:spec_decode_num_accepted_tokens_total")
+    for at in range(2, len(text) - 3, max(1, len(text) // 12)):
+        ask = body | {"prompt": prompt, "stop": [text[at : at + 2]], "stream": at % 2 == 1}
+        replies = [worker.post("/v1/completions", ask) for worker in pair]
+        if ask["stream"]:
+            ours, theirs = (
+                [
+                    "".join(c["choices"][0]["text"] for c in reply.chunks),
+                    reply.chunks[-1]["choices"],
+                ]
+                for reply in replies
+            )
+            assert ours[0] == theirs[0]
+            assert [c["finish_reason"] for c in ours[1]] == [c["finish_reason"] for c in theirs[1]]
+        else:
+            ours, theirs = (
+                [r.json["choices"], r.json["usage"]["completion_tokens"]] for r in replies
+            )
+            assert ours == theirs
+    assert pair[1].metric("vllm:spec_decode_num_accepted_tokens_total") > before
+
+
 FAULTY = [{"regex": "[a-"}, {"grammar": "nonsense ((("}, {"json": {"type": "nope"}}]
 
 

@@ -25,19 +25,23 @@ PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.6, 4.0
 _KEEP, _KEEP_UNTRIED = 0.95, 0.99
 #: Most tokens of a step whose seconds are learned; larger steps verify no drafts.
 MAX_TOKENS = 512
-#: Weight of the newest step in the seconds of all steps, and of those of as many tokens; and in
-#: the seconds of larger ones, which become cheap enough to be tried again.
-_NEW, _FADE = 0.2, 0.001
+#: Weight of the newest step in the seconds of all steps; at least, in those of as many tokens; and
+#: in those of larger ones, which become cheap enough to be tried again.
+_NEW, _NEW_SHAPE, _FADE = 0.2, 0.05, 0.001
+#: Share of the tokens per second that drafts have to add: what is learned is not exact.
+_LEAST = 0.03
 #: A step of more than this many times the expected seconds was disturbed.
 _OUTLIER = 3.0
 
 
 def choose_drafts(
-    acceptance: Floats, offers: Ints, step_seconds: Floats, draft_seconds: float = 0.0
-) -> Ints:
+    acceptance: Floats, offers: Ints, step_seconds: Floats, draft_seconds: float = 0.0,
+    least: float = 0.0,
+) -> Ints:  # fmt: skip
     """Return how many drafts each row verifies, (rows,); see the module.
 
-    `step_seconds[m]` are those of a step with m drafts in all; `offers` (rows,) are limits.
+    `step_seconds[m]` are those of a step with m drafts in all; `offers` (rows,) are limits. Drafts
+    that add less than the share `least` to the tokens per second are none.
     """
     depth = int(offers.max(initial=0))
     depths = np.arange(1, depth + 1)
@@ -47,7 +51,8 @@ def choose_drafts(
     tokens = len(acceptance) + np.concatenate(([0.0], np.cumsum(returns[order])))
     deepest = np.concatenate(([0], np.maximum.accumulate(depths[at[order]])))
     rate = tokens / (step_seconds[: len(tokens)] + draft_seconds * deepest)
-    return np.bincount(rows[order[: int(rate.argmax())]], minlength=len(offers)).astype(np.int32)
+    best = int(rate.argmax()) if rate.max() > (1.0 + least) * rate[0] else 0
+    return np.bincount(rows[order[:best]], minlength=len(offers)).astype(np.int32)
 
 
 class StepLaw:
@@ -71,7 +76,7 @@ class StepLaw:
             return
         error = min(seconds / expected, _OUTLIER) - 1.0
         self._scale *= 1.0 + _NEW * error
-        self._shape[tokens] *= 1.0 + _NEW * error
+        self._shape[tokens] *= 1.0 + max(1.0 / self._steps.item(tokens), _NEW_SHAPE) * error
         larger = self._known[self._known > tokens]
         self._shape[larger] += _FADE * (self._shape[tokens] - self._shape[larger])
 
@@ -122,7 +127,7 @@ class DraftPricer:
         if more <= 0 or self.law.lacks(len(rows)):
             return np.zeros(len(rows), dtype=np.int32)
         seconds = self.law.seconds(len(rows), more)
-        return choose_drafts(self._acceptance(rows), offers, seconds, self._draft_s)
+        return choose_drafts(self._acceptance(rows), offers, seconds, self._draft_s, _LEAST)
 
     def pays(self, rows: Ints) -> bool:
         """True if the likeliest drafts would be verified if they were offered."""
