@@ -74,8 +74,9 @@ class PigouSide:
     """Reads tasks under a policy of eviction."""
 
     def __init__(
-        self, *, sinks: int, recent: int, rows: int, training: Training | None = None
-    ) -> None:
+        self, *, sinks: int, recent: int, rows: int, training: Training | None = None,
+        kv_dtype: str = "auto",
+    ) -> None:  # fmt: skip
         """Begin without a model.
 
         Args:
@@ -83,8 +84,9 @@ class PigouSide:
             recent: last entries that are kept.
             rows: computed at once.
             training: of predictors for models that have none; None: the generic one must do.
+            kv_dtype: format of keys and values.
         """
-        self._training = training
+        self._training, self._kv_dtype = training, kv_dtype
         self._config = EvictionConfig(sinks=sinks, recent=recent, least=max(1, sinks + recent))
         self._rows = rows
         self._models: dict[str, LoadedModel] = {}
@@ -128,7 +130,7 @@ class PigouSide:
             if trained:
                 assert self._training is not None, "the method has no name without"
                 folder = self._training.folder(folder)
-            self._models[key] = load(folder, dtype="fp32")
+            self._models[key] = load(folder, dtype="fp32", kv_dtype=self._kv_dtype)
         return self._models[key]
 
 

@@ -103,5 +103,5 @@ def _unpack(words: Tensor, bits: int, axis: int, order: tuple[int, ...] | None =
     """Return the unsigned numbers of `bits` in int32 words along an axis, the lowest first."""
     numbers = [(words >> shift) & (2**bits - 1) for shift in range(0, 32, bits)]
     if order is not None:
-        numbers = [numbers[order.index(place)] for place in range(len(numbers))]
+        numbers = [numbers[order.index(column)] for column in range(len(numbers))]
     return torch.stack(numbers, axis + 1).flatten(axis, axis + 1).short()
