@@ -26,6 +26,7 @@ from pigou.runtime.lora import LoRABank
 from pigou.runtime.models.decode_graphs import DecodeGraphs
 from pigou.runtime.models.decoder import DecoderModel, load_decoder
 from pigou.runtime.models.expert_parallel import expert_loads
+from pigou.runtime.models.gguf_file import GGUFWeights, find_gguf, gguf_folder
 from pigou.runtime.models.model_config import ModelConfig, read_config
 from pigou.runtime.models.weights import Weights, digest_model, find_model
 from pigou.runtime.ops import KernelOps, TorchOps
@@ -157,7 +158,10 @@ def load(
     whole, if `expert_parallel`. The `implementation` is pigou, transformers, or auto: pigou where
     it knows the family.
     """
-    folder = find_model(model)
+    gguf = find_gguf(model)
+    folder = find_model(model) if gguf is None else gguf_folder(gguf)
+    if gguf is not None and group is not None:
+        raise ModelError(f"{gguf}: ranks share safetensors alone; give tensor_parallel_size 1")
     if _implementation(folder, implementation) == "transformers":
         if group is not None:
             raise ModelError(f"{folder}: ranks share models of the pigou implementation alone")
@@ -169,7 +173,11 @@ def load(
     shard = None if group is None else Shard(config, group.rank, group.size)
     part = None if shard is None else shard.part
     make_loads = expert_loads(config, group, expert_parallel)
-    source = Weights(folder, chosen, torch_device, part, quantization)
+    source: Weights | GGUFWeights = (
+        Weights(folder, chosen, torch_device, part, quantization)
+        if gguf is None
+        else GGUFWeights(folder, chosen, torch_device, quantization)
+    )
     with torch.inference_mode(), source as weights:
         decoder = load_decoder(config if shard is None else shard.config, weights, ops, make_loads)
     if group is not None:

@@ -25,7 +25,7 @@ from pigou.small_file import parse_json, read_bytes, read_json
 
 log = logging.getLogger(__name__)
 
-WHOLE = "model.safetensors"
+WHOLE, GGUF = "model.safetensors", "model.gguf"
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 #: Files to skip, as transformers does: weights under Mistral's and Meta's own names, adapters, and
@@ -171,6 +171,13 @@ def digest_model(folder: Path, *formats: str) -> str:
     digest.update(read_bytes(folder / "config.json"))
     if set(formats) - {"auto"}:
         digest.update(repr(formats).encode())
+    if (folder / GGUF).is_file():
+        with (folder / GGUF).open("rb") as file:
+            end = file.seek(0, 2)
+            for at in range(0, end, max(4096, end // 1024)):
+                file.seek(at)
+                digest.update(file.read(4096))
+        return digest.hexdigest()
     for path in sorted(find_weight_files(folder).paths):
         with path.open("rb") as file:
             size = file.read(8)

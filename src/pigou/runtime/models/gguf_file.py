@@ -1,0 +1,237 @@
+"""GGUF files as models: configuration, tokenizer and weights under Hugging Face's names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pigou.models import ModelError
+from pigou.runtime.models.linear import WeightMatrix
+from pigou.runtime.models.weights import GGUF, WeightSource
+
+#: `general.architecture` -> architecture; Mistral's files say llama.
+_FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_SIZES = {
+    "hidden_size": "embedding_length", "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length", "rope_theta": "rope.freq_base",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}  # fmt: skip
+_NAMES = {
+    "embed_tokens": "token_embd", "lm_head": "output", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm", "q_proj": "attn_q", "k_proj": "attn_k",
+    "v_proj": "attn_v", "o_proj": "attn_output", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm",
+    "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "norm": "output_norm",
+}  # fmt: skip
+_FREQUENCIES = "rope_freqs.weight"
+_CONTROL, _DEFINED = 3, 4  # token types of added tokens
+#: Digits of a number that stay together, by `tokenizer.ggml.pre`.
+_DIGITS = {"qwen2": "", "llama-bpe": "{1,3}"}
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _open(path: Path) -> Any:
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise ModelError(f"{path} needs the package gguf: pip install 'pigou[gguf]'") from None
+    try:
+        return GGUFReader(path)
+    except (ValueError, OSError, IndexError) as error:
+        raise ModelError(f"{path} is damaged: {error}") from None
+
+
+def find_gguf(model: str | Path) -> Path | None:
+    """Return the GGUF file that `model` is, or that its folder has instead of a config.json."""
+    path = Path(model)
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    files = sorted(path.glob("*.gguf")) if not (path / "config.json").is_file() else []
+    if len(files) > 1:
+        raise ModelError(f"{path} has {len(files)} GGUF files; give one, as {files[0]}")
+    return files[0] if files else None
+
+
+def gguf_folder(path: Path) -> Path:
+    """Write a GGUF file's configuration and tokenizer to a folder of the cache; return it."""
+    stat, root = path.stat(), Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    key = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()
+    folder = root / "pigou" / "gguf" / hashlib.blake2b(key, digest_size=8).hexdigest()
+    folder.mkdir(parents=True, exist_ok=True)
+    reader = _open(path)
+    values = {name: field.contents() for name, field in reader.fields.items()}
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    (folder / "config.json").write_text(json.dumps(_config(path, values, tensors)))
+    for file in path.parent.glob("*token*.json"):
+        shutil.copyfile(file, folder / file.name)
+    if not (folder / "tokenizer.json").is_file():
+        _write_tokenizer(path, folder, values)
+    link = folder / GGUF
+    link.unlink(missing_ok=True)
+    link.symlink_to(path.resolve())
+    return folder
+
+
+def _config(path: Path, values: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+    family = str(values.get("general.architecture"))
+    if family not in _FAMILIES:
+        raise ModelError(
+            f"{path}: general.architecture is {family!r}; supported: {', '.join(_FAMILIES)}"
+        )
+    config: dict[str, Any] = {
+        name: values[key] for name, part in _SIZES.items() if (key := f"{family}.{part}") in values
+    }
+    scaling = values.get(f"{family}.rope.scaling.type", "none")
+    if scaling != "none":
+        raise ModelError(f"{path}: rope.scaling.type is {scaling!r}; convert it to safetensors")
+    if _FREQUENCIES in tensors:  # written for Llama 3.1 and later
+        config["rope_scaling"] = {
+            "rope_type": "llama3", "factor": float(np.max(tensors[_FREQUENCIES].data)),
+            "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }  # fmt: skip
+    return config | {
+        "architectures": [_FAMILIES[family]], "model_type": family, "torch_dtype": "bfloat16",
+        "vocab_size": int(tensors["token_embd.weight"].shape[1]), "hidden_act": "silu",
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "eos_token_id": values.get("tokenizer.ggml.eos_token_id"),
+        "bos_token_id": values.get("tokenizer.ggml.bos_token_id"),
+    }  # fmt: skip
+
+
+def _write_tokenizer(path: Path, folder: Path, values: dict[str, Any]) -> None:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+    from tokenizers import pre_tokenizers as pre
+    from tokenizers.processors import TemplateProcessing
+
+    kind = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre")
+    if kind[0] != "gpt2" or kind[1] not in _DIGITS:
+        raise ModelError(
+            f"{path}: no tokenizer can be made of {kind}; put tokenizer.json beside it"
+        )
+    tokens = values["tokenizer.ggml.tokens"]
+    types = values["tokenizer.ggml.token_type"]
+    merges = [tuple(pair.split(" ")) for pair in values["tokenizer.ggml.merges"]]
+    whole = kind[1] == "llama-bpe"
+    tokenizer = Tokenizer(
+        models.BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=whole)
+    )
+    words = pre.Split(Regex(_WORDS % _DIGITS[kind[1]]), "isolated")
+    tokenizer.pre_tokenizer = pre.Sequence(
+        [words, pre.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    if not whole:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    for added in (_CONTROL, _DEFINED):
+        some = [t for t, k in zip(tokens, types, strict=True) if k == added]
+        options = {"special": added == _CONTROL, "normalized": False}
+        tokenizer.add_tokens([AddedToken(t, **options) for t in some])
+    ids = {role: values.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos")}
+    named = {f"{role}_token": tokens[i] for role, i in ids.items() if i is not None}
+    if values.get("tokenizer.ggml.add_bos_token", whole) and ids["bos"] is not None:
+        bos = named["bos_token"]
+        tokenizer.post_processor = TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, ids["bos"])]
+        )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = {"chat_template": values.get("tokenizer.chat_template")}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named | template))
+
+
+class GGUFWeights(WeightSource):
+    """Tensors of a GGUF file: Q8_0 as int8 with its groups of 32, others dequantised once."""
+
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, device: torch.device, quantization: str = "auto"
+    ) -> None:
+        """Open the file of a folder made by `gguf_folder`."""
+        super().__init__(dtype, device, quantization)
+        self._folder = folder
+        reader = _open(folder / GGUF)
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        family = reader.fields["general.architecture"].contents()
+        keys = ("attention.head_count", "attention.head_count_kv")
+        heads = [reader.fields.get(f"{family}.{key}") for key in keys]
+        #: Heads whose rows llama.cpp interleaves for its rotary embedding.
+        self._heads = {}
+        if family == "llama" and heads[0] is not None:
+            counts = [heads[0].contents(), (heads[1] or heads[0]).contents()]
+            self._heads = dict(zip(("attn_q", "attn_k"), counts, strict=True))
+        self._taken = {_FREQUENCIES}
+
+    def __contains__(self, name: str) -> bool:
+        return self._name(name) in self._tensors
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor, dequantised by the package gguf."""
+        from gguf import dequantize
+
+        tensor = self._find(name, shape)
+        numbers = torch.from_numpy(
+            np.array(dequantize(tensor.data, tensor.tensor_type)).reshape(shape)
+        )
+        return self._ordered(name, numbers).to(device=self.device, dtype=self.dtype)
+
+    def matrix(self, module: str, outputs: int, inputs: int) -> WeightMatrix:
+        """Return a module's weight; Q8_0 as it is."""
+        name = f"{module}.weight"
+        tensor = self._find(name, (outputs, inputs))
+        if tensor.tensor_type.name != "Q8_0":
+            return super().matrix(module, outputs, inputs)
+        blocks = torch.from_numpy(np.array(tensor.data)).view(outputs, inputs // 32, 34)
+        scales = blocks[:, :, :2].contiguous().view(torch.float16).squeeze(-1).float()
+        codes = blocks[:, :, 2:].contiguous().view(torch.int8).view(outputs, inputs)
+        codes, scales = self._ordered(name, codes), self._ordered(name, scales)
+        return WeightMatrix(codes, scales, 32).to(self.device)
+
+    def __enter__(self) -> GGUFWeights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        """Raise if a tensor was not taken."""
+        left = sorted(self._tensors.keys() - self._taken)
+        if kind is None and left:
+            raise ModelError(f"{self._folder / GGUF}: unexpected tensor {left[0]!r}")
+
+    def _name(self, name: str) -> str:
+        """Return the file's name of a tensor."""
+        module, _, part = name.rpartition(".")
+        layer = re.search(r"layers\.(\d+)\.", name)
+        own = _NAMES.get(module.rpartition(".")[2], module)
+        return f"blk.{layer[1]}.{own}.{part}" if layer else f"{own}.{part}"
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> Any:
+        own = self._name(name)
+        if own not in self._tensors:
+            raise ModelError(f"{self._folder / GGUF}: tensor {own!r} is missing")
+        tensor = self._tensors[own]
+        stored = tuple(int(size) for size in reversed(tensor.shape))
+        if stored != shape:
+            raise ModelError(f"{self._folder / GGUF}: {own!r} has shape {stored}, not {shape}")
+        self._taken.add(own)
+        return tensor
+
+    def _ordered(self, name: str, rows: Tensor) -> Tensor:
+        """Undo the interleaving of rows of Llama's query and key heads."""
+        heads = self._heads.get(self._name(name).split(".")[-2])
+        if heads is None:
+            return rows
+        return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
