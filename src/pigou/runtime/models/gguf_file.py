@@ -48,7 +48,7 @@ def _open(path: Path) -> Any:
     try:
         from gguf import GGUFReader
     except ImportError:
-        raise ModelError(f"{path} needs the package gguf: pip install 'pigou[gguf]'") from None
+        raise ModelError(f"{path} needs the package gguf: pip install '.[gguf]'") from None
     try:
         return GGUFReader(path)
     except (ValueError, OSError, IndexError) as error:
