@@ -46,12 +46,28 @@ def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, st
 
 
 CALLS = {
+    "deepseek_v3": '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>',
+    "kimi_k2": '<|tool_call_begin|>f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>',
     "hermes": '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
     "llama3_json": '{"name": "f", "parameters": {"a": 1}}',
     "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]',
 }
+V3 = ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```'
+      '<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```'
+      '<｜tool▁call▁end｜><｜tool▁calls▁end｜>')  # fmt: skip
+V31 = V3.replace("function<｜tool▁sep｜>", "").replace("\n```json\n", "<｜tool▁sep｜>")
+V31 = V31.replace("\n```", "")
+KIMI = ('<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>'
+        '{"a": "}"}<|tool_call_end|><|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{}'
+        '<|tool_call_end|><|tool_calls_section_end|>')  # fmt: skip
 CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("hermes", "Hello there. ", "Hello there. ", []),
+    ("deepseek_v3", f"I look.\n{V3}", "I look.", [("f", {"a": 1}), ("g", {})]),
+    ("deepseek_v3", V31, "", [("f", {"a": 1}), ("g", {})]),
+    ("deepseek_v3", V3[:60], "", []),
+    ("deepseek_v3", "Plain {text}.", "Plain {text}.", []),
+    ("kimi_k2", f"So. {KIMI}", "So.", [("f", {"a": "}"}), ("g", {})]),
+    ("kimi_k2", KIMI[:70], "", []),
     ("hermes", " \n", " \n", []),
     ("hermes", "a <tool_cal and <b>", "a <tool_cal and <b>", []),
     ("hermes", HERMES, "", [("f", {"a": '}]</tool_call>"{'})]),

@@ -110,6 +110,22 @@ def test_structured_output_waits_for_the_end_of_reasoning(
     assert (content or None, arguments) == (message["content"], text if calls else "")
 
 
+def test_a_resumed_reply_goes_on_within_or_after_reasoning(worker: Worker) -> None:
+    body = chat(worker, return_token_ids=True, **TURNS).json
+    choice, usage = body["choices"][0], body["usage"]
+    said = usage["completion_tokens_details"]
+    for resumed in (1, said["reasoning_tokens"] - 1, said["reasoning_tokens"], 50):
+        ids = [*body["prompt_token_ids"], *choice["token_ids"][:resumed]]
+        rest = chat(worker, prompt_token_ids=ids, resume_tokens=resumed, **TURNS).json
+        message = rest["choices"][0]["message"]
+        assert choice["message"]["content"].endswith(message["content"])
+        if "reasoning" in message:
+            assert choice["message"]["reasoning"].endswith(message["reasoning"])
+            assert message["content"] == choice["message"]["content"]
+        assert ("reasoning" in message) is (resumed < said["reasoning_tokens"] - 1)
+        assert rest["usage"]["completion_tokens_details"] == said
+
+
 def test_an_unknown_parser_is_refused() -> None:
     with pytest.raises(ConfigError, match="reasoning_parser is 'x'; give auto, none, or one of"):
         WorkerConfig(reasoning_parser="x")

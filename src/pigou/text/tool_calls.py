@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 from pigou.text.stop_strings import begun
 
@@ -21,8 +21,8 @@ _KEYS = {"name", "arguments", "parameters", "type", "id", "function"}
 #: Characters searched for a name before the object is complete.
 _HEAD_LENGTH = 4096
 _SCALAR_ENDS = ",]} \t\r\n"
-ParserName = Literal["hermes", "llama3_json", "mistral"]
-PARSERS: tuple[ParserName, ...] = ("hermes", "llama3_json", "mistral")
+ParserName = Literal["hermes", "llama3_json", "mistral", "deepseek_v3", "kimi_k2"]
+PARSERS: tuple[ParserName, ...] = get_args(ParserName)
 #: Begin and end of reasoning, which has no calls.
 REASONING: Mapping[str, str] = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 #: Markup tokens of a format, shown to its parser.
@@ -30,7 +30,15 @@ MARKUP: Mapping[str, tuple[str, ...]] = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "llama3_json": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-}
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>", "<|tool_calls_section_end|>",
+    ),
+}  # fmt: skip
 _MISTRAL_HEAD = re.compile(r"([\w.-]+?)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 #: Possible beginning of such a head; more characters are content.
 _MISTRAL_BEGUN = re.compile(r"[\w.-]{1,128}\s*(?:\[[A-Z_]*\]?\s*[\w-]{0,64}\s*){0,2}")
@@ -242,6 +250,8 @@ class MarkedParser(ToolParser):
 
     OPEN: ClassVar[str]
     CLOSE: ClassVar[str] = ""
+    #: Marks around all calls, which are not content.
+    SECTION: ClassVar[tuple[str, ...]] = ()
     #: Calls need no marker.
     BARE: ClassVar[bool] = False
 
@@ -274,7 +284,7 @@ class MarkedParser(ToolParser):
     # --- content ----------------------------------------------------------------------------
 
     def _content(self) -> list[Event]:
-        marks = [self.OPEN, *REASONING]
+        marks = [self.OPEN, *self.SECTION, *REASONING]
         if self._bare:
             marks += ["{", self.CLOSE] if self.CLOSE else ["{"]
         mark, events = self._until(marks)
@@ -411,14 +421,17 @@ class MistralParser(MarkedParser):
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}`."""
 
     OPEN = "[TOOL_CALLS]"
+    #: Name of a call and what follows it, and what may become such a head.
+    HEAD, BEGUN = _MISTRAL_HEAD, _MISTRAL_BEGUN
 
     def _head(self) -> list[Event]:
-        if match := _MISTRAL_HEAD.match(self._rest):
+        if match := self.HEAD.match(self._rest):
+            self._skipped += match[0]
             self._rest = self._rest[match.end() :]
             self._end, self._state, self._marked = JsonEnd(), self._named, True
             self._note_call()
             return [CallStart(self.calls - 1, match[1])]
-        return [] if _MISTRAL_BEGUN.fullmatch(self._rest) else super()._head()
+        return [] if self.BEGUN.fullmatch(self._rest) else super()._head()
 
     def _is_prose(self, rest: str) -> bool:
         name = re.match(r"[\w.-]*", rest)
@@ -431,6 +444,31 @@ class MistralParser(MarkedParser):
         if self._end.done:
             self._skipped, self._state = "", self._after
         return [CallArguments(self.calls - 1, piece)] if piece else []
+
+
+class DeepSeekParser(MistralParser):
+    """DeepSeek's calls, with the arguments in a fence (V3, R1) or without one (V3.1)."""
+
+    SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    OPEN, CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    HEAD = re.compile(
+        r"(?:function<｜tool▁sep｜>)?([\w.-]{1,128})(?:<｜tool▁sep｜>)?\s{0,8}(?:```json\s{0,8})?(?=\{)"
+    )
+    BEGUN = re.compile(r"[^{]{1,200}")
+
+    def _is_prose(self, rest: str) -> bool:  # noqa: ARG002
+        return False
+
+
+class KimiParser(DeepSeekParser):
+    """Kimi's calls: `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}`."""
+
+    SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    OPEN, CLOSE = "<|tool_call_begin|>", "<|tool_call_end|>"
+    HEAD = re.compile(
+        r"(?:functions\.)?([\w.-]{1,128})(?::\d{1,6})?\s{0,8}"
+        r"<\|tool_call_argument_begin\|>\s{0,8}(?=\{)"
+    )
 
 
 class RequiredParser(MistralParser):
@@ -467,6 +505,10 @@ def detect_parser(template: str | None) -> ParserName | None:
         return None
     if "[TOOL_CALLS]" in template:
         return "mistral"
+    if "<｜tool▁calls▁begin｜>" in template:
+        return "deepseek_v3"
+    if "<|tool_call_begin|>" in template:
+        return "kimi_k2"
     if "<tool_call>" in template and "<function=" not in template:
         return "hermes"
     llama = "<|python_tag|>" in template or "<|start_header_id|>" in template
@@ -475,7 +517,10 @@ def detect_parser(template: str | None) -> ParserName | None:
 
 def make_parser(name: ParserName, functions: Collection[str], reasoning: str = "") -> ToolParser:
     """Return a fresh parser of a format; `reasoning` is the tag that opened it before the text."""
-    kinds = {"hermes": HermesParser, "llama3_json": LlamaParser, "mistral": MistralParser}
+    kinds = {
+        "hermes": HermesParser, "llama3_json": LlamaParser, "mistral": MistralParser,
+        "deepseek_v3": DeepSeekParser, "kimi_k2": KimiParser,
+    }  # fmt: skip
     return kinds[name](functions, reasoning)
 
 

@@ -25,6 +25,7 @@ from pigou.logs import AccessLogOption, LogFormatOption, LogLevelOption
 from pigou.placement.topology import read_location
 from pigou.request import Role
 from pigou.text.reasoning import FAMILIES
+from pigou.text.tool_calls import ParserName
 from pigou.tracing.config import TracingConfig
 
 ExecutorKind = Literal["torch", "sleep"]
@@ -32,7 +33,7 @@ ModelImpl = Literal["auto", "pigou", "transformers"]
 JsonWhitespace = Literal["compact", "flexible"]
 KVCacheDtype = Literal["auto", "bf16", "fp32", "int8_per_token_head", "fp8_e4m3"]
 Quantization = Literal["auto", "int8", "fp8", "none"]
-ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
+ToolCallParser = Literal["auto", "none", ParserName]
 Pooling = Literal["auto", "last", "mean", "none"]
 UnknownFieldsMode = Literal["warn", "refuse"]
 #: Backends of KV transfer (`kv_transfer.transfer_config`).
@@ -282,8 +283,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     tool_call_parser: Annotated[
         ToolCallParser,
         option(
-            "Format of the model's own tool calls: hermes, llama3_json, mistral, none, or auto "
-            "(by its chat template)."
+            "Format of the model's own tool calls: hermes, llama3_json, mistral, deepseek_v3, "
+            "kimi_k2, none, or auto (by its chat template)."
         ),
     ] = "auto"
     reasoning_parser: Annotated[
