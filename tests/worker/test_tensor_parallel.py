@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ import pytest
 from worker_process import Worker, start, stop
 
 from pigou.config import ConfigError, EvictionConfig
+from pigou.fleet.config import WorkersConfig
+from pigou.fleet.sources.local import WorkerTemplate
 from pigou.models import bundled_path
+from pigou.request import Role
 from pigou.wire.prefill_decode_legs import leg_one, leg_two
 from pigou.worker.config import WorkerConfig
 
@@ -215,3 +219,17 @@ def test_what_several_processes_cannot_do_is_refused_by_name() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             WorkerConfig(**options)
+
+
+def test_prefill_workers_of_a_fleet_may_have_a_size_of_their_own() -> None:
+    config = WorkersConfig(prefill=1, decode=1, prefill_tensor_parallel_size=1)
+    template = WorkerTemplate.of(config, ["--tensor-parallel-size", "2"])
+    sizes = {
+        role: [
+            value
+            for name, value in pairwise(template.worker(role, 0, "cpu").arguments)
+            if name == "--tensor-parallel-size"
+        ][-1]
+        for role in (Role.PREFILL, Role.DECODE)
+    }
+    assert sizes == {Role.PREFILL: "1", Role.DECODE: "2"}

@@ -180,6 +180,10 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     threads: Annotated[
         int, option("Compute threads of each worker; 0 splits the cores.", _GROUP)
     ] = 0
+    prefill_tensor_parallel_size: Annotated[
+        int,
+        option("Processes of each prefill worker; 0 for --tensor-parallel-size as all.", _GROUP),
+    ] = 0
     kv_transfer: Annotated[
         str, option("How KV blocks move between workers, as in `pigou worker`.", _GROUP)
     ] = "auto"
@@ -267,6 +271,7 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = ""
 
     def __post_init__(self) -> None:
+        check_fields(self, "prefill_tensor_parallel_size", ge=0)
         if self.ray is None and (self.pack or self.ray_address != "auto"):
             raise ConfigError("pack and ray_address are for --on ray; leave them out")
         if self.ray is not None and any(pool.device for pool in self.model_pool):

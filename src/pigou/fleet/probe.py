@@ -142,6 +142,8 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult
         deadlines=card.owned_by == "pigou" and about.get("order") == "edf",
         release=text(about.get("release")) or text(version),
         incarnation="" if card.owned_by != "pigou" else text(about.get("incarnation")),
+        tensor_parallel_size=_number(about.get("tensor_parallel_size") or about.get("tp_size"))
+        or 1,
         family=family,
         bootstrap=(host, _number(about.get("disaggregation_bootstrap_port")))
         if family == "sglang" and role is Role.PREFILL

@@ -202,6 +202,7 @@ class FleetStatus:
         return {
             **state.figures(worker),
             "model": row.model if upstream is None else upstream.engine.model,
+            "tensor_parallel_size": 0 if upstream is None else upstream.engine.tensor_parallel_size,
             "adapters": [] if upstream is None else sorted(upstream.engine.served.adapters),
             "limits": self._plane_driver.limits.view(worker),
             "cached_blocks": cache.blocks,

@@ -49,6 +49,7 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[str, ...] = ("cpu",)
     model: str = ""  # model they serve; empty in a fleet of one model
     prefill_queue: str = ""  # URL of the queue that prefill workers pull from
+    prefill_tensor_parallel_size: int = 0  # ranks of prefill workers; 0 for the same as others
     ray: RayConfig | None = None  # Ray cluster to run on; None for this machine
 
     @classmethod
@@ -67,6 +68,7 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
             devices=tuple(device.split(",")),
             model="" if pool is None else pool.name,
             prefill_queue=config.prefill_queue,
+            prefill_tensor_parallel_size=config.prefill_tensor_parallel_size,
             ray=config.ray,
         )
 
@@ -85,6 +87,8 @@ class WorkerTemplate(msgspec.Struct, frozen=True, kw_only=True):
         own = _apart(self.arguments, name)
         if self.prefill_queue and role is Role.PREFILL:
             own += ["--prefill-queue", self.prefill_queue]
+        if (size := self.prefill_tensor_parallel_size) and role is Role.PREFILL:
+            own += ["--tensor-parallel-size", str(size)]
         arguments = ("--device", device, *own)
         return LocalWorker(id=name, role=role, arguments=arguments, device=device, model=self.model)
 

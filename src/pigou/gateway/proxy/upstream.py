@@ -106,6 +106,7 @@ class Engine:
     pin: str = ""  # worker id behind a Dynamo frontend; empty lets its router choose
     release: str = ""  # release of weights or engine; empty if not reported
     incarnation: str = ""  # id of the process; empty for stock servers
+    tensor_parallel_size: int = 1  # ranks that share the model; 1 if not reported
     family: str = ""  # `sglang` or `trtllm`, whose fields differ; empty for vLLM's
     bootstrap: tuple[str, int] | None = None  # host and port where SGLang's prefill legs are met
     # default `sampling_params` of its generate endpoint, for completions and (True) for chats.
