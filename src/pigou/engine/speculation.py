@@ -29,19 +29,19 @@ MAX_TOKENS = 512
 #: in those of larger ones, which become cheap enough to be tried again.
 _NEW, _NEW_SHAPE, _FADE = 0.2, 0.05, 0.001
 #: Share of the tokens per second that drafts have to add: what is learned is not exact.
-_LEAST = 0.03
+_MIN_GAIN = 0.03
 #: A step of more than this many times the expected seconds was disturbed.
 _OUTLIER = 3.0
 
 
 def choose_drafts(
     acceptance: Floats, offers: Ints, step_seconds: Floats, draft_seconds: float = 0.0,
-    least: float = 0.0,
+    min_gain: float = 0.0,
 ) -> Ints:  # fmt: skip
     """Return how many drafts each row verifies, (rows,); see the module.
 
     `step_seconds[m]` are those of a step with m drafts in all; `offers` (rows,) are limits. Drafts
-    that add less than the share `least` to the tokens per second are none.
+    that add less than the share `min_gain` to the tokens per second are none.
     """
     depth = int(offers.max(initial=0))
     depths = np.arange(1, depth + 1)
@@ -51,7 +51,7 @@ def choose_drafts(
     tokens = len(acceptance) + np.concatenate(([0.0], np.cumsum(returns[order])))
     deepest = np.concatenate(([0], np.maximum.accumulate(depths[at[order]])))
     rate = tokens / (step_seconds[: len(tokens)] + draft_seconds * deepest)
-    best = int(rate.argmax()) if rate.max() > (1.0 + least) * rate[0] else 0
+    best = int(rate.argmax()) if rate.max() > (1.0 + min_gain) * rate[0] else 0
     return np.bincount(rows[order[:best]], minlength=len(offers)).astype(np.int32)
 
 
@@ -127,7 +127,7 @@ class DraftPricer:
         if more <= 0 or self.law.lacks(len(rows)):
             return np.zeros(len(rows), dtype=np.int32)
         seconds = self.law.seconds(len(rows), more)
-        return choose_drafts(self._acceptance(rows), offers, seconds, self._draft_s, _LEAST)
+        return choose_drafts(self._acceptance(rows), offers, seconds, self._draft_s, _MIN_GAIN)
 
     def pays(self, rows: Ints) -> bool:
         """True if the likeliest drafts would be verified if they were offered."""
