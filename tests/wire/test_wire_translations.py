@@ -298,7 +298,16 @@ def test_a_message_asks_a_chat() -> None:
     assert asked["stream_options"] == {"include_usage": True}
 
 
+def test_a_failed_tool_says_so_and_reasoning_may_be_omitted() -> None:
+    failed = {"type": "tool_result", "tool_use_id": "1", "content": "no", "is_error": True}
+    hidden = {"type": "adaptive", "display": "omitted"}
+    body = chat(message(messages=[{"role": "user", "content": [failed]}], thinking=hidden))
+    assert [part["text"] for part in body["messages"][0]["content"]] == ["Error:", "no"]
+    assert body["include_reasoning"] is False
+
+
 @pytest.mark.parametrize(("fields", "names"), [
+    ({"thinking": {"type": "adaptive", "x": 1}}, "thinking.x"),
     ({"max_tokens": None}, "max_tokens"), ({"tools": [{"type": "bash_20250124"}]}, "bash_20250124"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"), ({"n": 2}, "n"),
     ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),

@@ -39,14 +39,15 @@ _DELTAS = {"reasoning": ("thinking_delta", "thinking"), "text": ("text_delta", "
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class Thinking(msgspec.Struct):
+class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     """`thinking` of a message; `budget_tokens` is a target, which max_tokens bounds."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
-class ToolChoice(msgspec.Struct):
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     """`tool_choice` of a message."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -101,6 +102,8 @@ class Messages(ChatTranslation):
         chat |= {"messages": messages, "stop": fields.stop_sequences, **_tools(fields)}
         if fields.thinking is not None and fields.thinking.type != "adaptive":
             switch_thinking(chat, fields.thinking.type == "enabled")
+        if fields.thinking is not None and fields.thinking.display == "omitted":
+            chat["include_reasoning"] = False
         config = fields.output_config or OutputConfig()
         if config.format is not None:
             schema = {"name": "output", "schema": config.format.get("schema")}
@@ -212,6 +215,11 @@ def _chat_messages(message: Json, where: str) -> list[Json]:
                 calls.append(call_of(id, name, encode(given).decode()))
             case {"type": "tool_result", "tool_use_id": id}:
                 result = _content(block.get("content", ""), f"{where}.content")
+                if block.get("is_error"):
+                    texts = (
+                        [{"type": "text", "text": result}] if isinstance(result, str) else result
+                    )
+                    result = [{"type": "text", "text": "Error:"}, *texts]
                 results.append({"role": "tool", "tool_call_id": id, "content": result})
             case {"type": "thinking", "thinking": str(text)}:
                 thought += text
