@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -39,8 +40,10 @@ def predicted(b: Bench, drops: list[int]) -> list[np.ndarray]:
     return found
 
 
-def test_kernels_and_networks_lose_the_same_and_keep_the_same(loaded: Find) -> None:
-    both = [bench(loaded(BUNDLED), "pigou", plain=plain) for plain in (False, True)]
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8_per_token_head", "fp8_e4m3"])
+def test_kernels_and_networks_lose_the_same_and_keep_the_same(kv_dtype: str, loaded: Find) -> None:
+    model = replace(loaded(BUNDLED), kv_dtype=kv_dtype)
+    both = [bench(model, "pigou", plain=plain) for plain in (False, True)]
     ours, theirs = (predicted(b, [32, 16, 32]) for b in both)
     for mine, other in zip(ours, theirs, strict=True):
         assert len(mine) > 2
