@@ -351,6 +351,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         self._check_tensor_parallel()
         _ = self.expert_parallel
         self._check_timing()
+        for name in ("quantization", "kv_cache_dtype"):
+            if self.sleeps and (value := getattr(self, name)) != "auto":
+                raise ConfigError(f"{name} is {value!r}, and the worker only takes time; give auto")
         if self.speculation is not None and (self.sleeps or self.eviction.policy):
             other = "the worker only takes time" if self.sleeps else "eviction is given"
             raise ConfigError(
