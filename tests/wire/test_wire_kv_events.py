@@ -35,7 +35,7 @@ def test_our_events_are_read_back() -> None:
     more = BlockStored("r", 2, hashes, hashes[1:], Medium.HOST)
     maps = [
         event_map(stored, 4, list(range(8)), "salt"),
-        event_map(more, 4, list(range(8)), "salt"),
+        event_map(more, 4, list(range(8)), "salt", "adapter"),
         event_map(BlockRemoved(hashes), 4),
         event_map(AllBlocksCleared(), 4),
     ]
@@ -44,7 +44,7 @@ def test_our_events_are_read_back() -> None:
         2.0,
         (
             Stored(low, None, tuple(range(8)), 4, "GPU", "salt"),
-            Stored(low, low[1], tuple(range(8)), 4, "CPU"),
+            Stored(low, low[1], tuple(range(8)), 4, "CPU", None, "adapter"),
             Removed(low, "GPU"),
             Cleared(),
         ),
