@@ -205,19 +205,39 @@ def test_tensors_that_do_not_fit_are_named(
         load(tmp_path, "fp32")
 
 
-def test_the_text_part_of_a_vision_language_checkpoint_is_served(tmp_path: Path) -> None:
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
-              "num_attention_heads": 2, "image_size": 16, "patch_size": 8}  # fmt: skip
-    text = {**SIZES, "query_pre_attn_scalar": 16, "sliding_window": 8}
-    config = transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=299
-    )
-    whole = transformers.Gemma3ForConditionalGeneration(config).eval()
+@pytest.mark.parametrize(
+    ("kind", "text", "vision", "tied"),
+    [
+        ("Gemma3", {"query_pre_attn_scalar": 16, "sliding_window": 8}, {}, True),
+        ("Llava", {"model_type": "llama"}, {"model_type": "clip_vision_model"}, False),
+        ("Mistral3", {"model_type": "mistral", "sliding_window": None},
+         {"model_type": "pixtral", "head_dim": 16}, True),
+    ],
+)  # fmt: skip
+def test_the_text_part_of_a_vision_language_checkpoint_is_served(
+    kind: str, text: dict[str, Any], vision: dict[str, Any], tied: bool, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "image_size": 16, "patch_size": 8}  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={**SIZES, **text}, vision_config={**sizes, **vision}, image_token_index=299,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    whole = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
     whole.save_pretrained(tmp_path)
-    model = load(tmp_path, "fp32")
+    model = load(tmp_path, "fp32", implementation="transformers")
     prompt = np.random.default_rng(2).integers(3, 290, size=30)
     engine = LocalEngine(model, EngineConfig(blocks=20, max_model_len=96))
     check_greedy(whole, [prompt], greedy(engine, [prompt]))
+
+
+def test_masks_of_old_checkpoints_are_skipped(tmp_path: Path) -> None:
+    write_family(tmp_path, "gpt2")
+    rewrite(tmp_path, lambda t: t.update({
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8),
+        "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
+    }))  # fmt: skip
+    load(tmp_path, "fp32")
 
 
 def test_auto_prefers_the_own_implementation_and_pigou_refuses_others(

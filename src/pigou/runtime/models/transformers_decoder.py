@@ -39,6 +39,8 @@ _OTHER_PARTS = re.compile(
     r"^(model\.)?(vision|visual|image|audio|multi_modal|mm_|embed_vision|embed_audio|connector|"
     r"patch_|resampler|img_)"
 )
+#: Masks that old checkpoints of GPT-2 and GPT-NeoX hold.
+_MASKS = re.compile(r"\.(attn|attention)\.(masked_)?bias$")
 _TEXT_PART = re.compile(r"^(model\.)?(language_model|text_model)\.(?=(model\.)?)(model\.)?")
 #: CPU kernels need heads of a multiple of this; narrower ones are padded above it.
 _LANES = 16
@@ -341,6 +343,8 @@ def load_transformers(described: CausalModel, weights: Weights, ops: Ops) -> Tra
     if described.text_part:
         tensors = {_TEXT_PART.sub("model.", name).replace("model.lm_head", "lm_head"): tensor
                    for name, tensor in tensors.items() if not _OTHER_PARTS.match(name)}  # fmt: skip
+        if "lm_head.weight" in tensors:
+            described.source.tie_word_embeddings = False
     with _quiet():
         try:
             model, info = described.kind.from_pretrained(
@@ -364,7 +368,7 @@ def _causal_class(folder: Path) -> tuple[Any, Any, bool]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        source = AutoConfig.from_pretrained(folder, local_files_only=True)
+        source = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError, TypeError) as error:
         import transformers
 
@@ -382,6 +386,8 @@ def _causal_class(folder: Path) -> tuple[Any, Any, bool]:
                     f"model_type {config.model_type!r} keeps a state besides KV (state-space or "
                     "linear attention layers), which is not supported"
                 )
+            if config is not source:  # the outer configuration decides, then the checkpoint
+                config.tie_word_embeddings = getattr(source, "tie_word_embeddings", False)
             return kind, config, config is not source
     what = "an encoder-decoder" if getattr(source, "is_encoder_decoder", False) else "no decoder"
     raise ModelError(f"model_type {source.model_type!r} is {what} that generates text by itself")
@@ -419,8 +425,10 @@ def _dry_run(kind: Any, source: Any, family: str) -> AttentionSeam:
     except ModelError as error:
         raise ModelError(f"{blame}: {error}") from None
     except Exception as error:
-        raise ModelError(f"{blame}: its code does more than causal attention by a function "
-                         f"({type(error).__name__}: {error})") from error  # fmt: skip
+        raise ModelError(
+            f"{blame}: it does more than causal attention, or not by transformers' interface "
+            f"({type(error).__name__}: {error})"
+        ) from error
     finally:
         setattr(masking_utils, find_packed.__name__, find_packed)
         source._attn_implementation = _ATTENTION
@@ -493,7 +501,8 @@ def _check(info: Mapping[str, Any], described: CausalModel) -> None:
     if wrong := sorted(info["mismatched_keys"]):
         name, stored, wanted = wrong[0]
         raise ModelError(f"tensor {name!r} has shape {tuple(stored)}, not {tuple(wanted)}")
-    for what, names in (("missing", info["missing_keys"]), ("unexpected", info["unexpected_keys"])):
+    unexpected = [name for name in info["unexpected_keys"] if not _MASKS.search(name)]
+    for what, names in (("missing", info["missing_keys"]), ("unexpected", unexpected)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ModelError(
