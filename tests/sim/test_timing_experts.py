@@ -14,8 +14,11 @@ from pigou.config import ConfigError
 from pigou.models.gpus import gpu, kv_blocks
 from pigou.models.parallelism import ParallelConfig
 from pigou.models.read import architecture
+from pigou.performance.speed import RequestMix
+from pigou.request import Role
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import ScalingConfig, read_fleet
+from pigou.sim.pool_performance import measure_performance
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import Simulation, unlimited
 from pigou.sim.timing import RooflineTiming, StepShape
@@ -216,3 +219,19 @@ def test_the_planner_of_a_simulated_fleet_sees_hot_experts_and_proposes_copies()
         advice[name] = [reason for made in planner["decisions"] for reason in made["reasons"]]
     assert any("slowest rank of both-0" in reason for reason in advice["zipf:0.9"])
     assert not any("slowest rank" in reason for reason in advice["uniform"])
+
+
+def test_a_planner_counts_the_prompts_that_ranks_compute_side_by_side() -> None:
+    mix, share = RequestMix(isl=2000.0, osl=100.0), 0.95
+    made = {}
+    for dp in (2, 8):
+        setup = Setup(model="qwen3-30b-a3b", gpu="H100", dp=dp, ep=True)
+        load = renewal(RequestLengths(input=(2000, 2000), output=(2, 2)), 1.0, 1.0, 1, 0.0, 0)
+        fleet = read_fleet("1p+1d")
+        simulation = Simulation(load, fleet, setup, unlimited(), ClientConfig())
+        spec = simulation.membership.pools["prefill"].spec
+        made[dp] = measure_performance(spec, Role.PREFILL, fleet)
+    rates = {dp: one.throughput_rps(Role.PREFILL, mix) for dp, one in made.items()}
+    assert rates[8] == pytest.approx(4 * rates[2], rel=0.2)
+    alone = {dp: one.latency(Role.PREFILL, 0.0, 1, mix, share).ttft_s for dp, one in made.items()}
+    assert alone[8] == pytest.approx(alone[2], rel=0.2)  # a prompt is no faster on more ranks

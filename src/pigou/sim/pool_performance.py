@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 
 from pigou.config import EngineConfig
@@ -18,7 +19,7 @@ from pigou.performance.model import PerformanceModel
 from pigou.performance.speed import doubling
 from pigou.request import SECOND, Rehearsed, Role
 from pigou.sim.fleet_config import FleetConfig
-from pigou.sim.timing import Timing, step_nanos
+from pigou.sim.timing import RooflineTiming, Timing, step_nanos
 from pigou.sim.worker_spec import WorkerSpec
 
 #: Fewest tokens of a measured prompt, or of a measured context.
@@ -32,10 +33,16 @@ def measure_performance(spec: WorkerSpec, role: Role, fleet: FleetConfig) -> Per
     engine, timing = spec.engine, spec.timing
     max_tokens = max(engine.max_model_len, _MIN_TOKENS + 1)
     prompts = np.unique(np.geomspace(_MIN_TOKENS, max_tokens, _PROMPT_POINTS).round().astype(int))
-    prefill = [
-        (float(n), measure_load(ProfiledLoad(n, 0), timing, engine).seconds)
-        for n in prompts.tolist()
-    ]
+    one, limits = timing, engine
+    if spec.dp > 1 and isinstance(timing, RooflineTiming):
+        one = timing.of_rank()
+        tokens = engine.max_batched_tokens // spec.dp
+        limits = msgspec.structs.replace(engine, max_batched_tokens=tokens)
+    seconds = [measure_load(ProfiledLoad(n, 0), one, limits).seconds for n in prompts.tolist()]
+    # Ranks compute prompts side by side: the worker's rate is that of all, a prompt's TTFT of one.
+    prefill = [(float(n), s / spec.dp) for n, s in zip(prompts, seconds, strict=True)]
+    rest = [s - s / spec.dp for s in seconds]
+    slope, base = np.polyfit(prompts, rest, 1) if spec.dp > 1 else (0.0, 0.0)
     contexts = doubling(_MIN_TOKENS, max_tokens)
     kv_tokens = engine.blocks * engine.block_size
     decode = [
@@ -56,8 +63,8 @@ def measure_performance(spec: WorkerSpec, role: Role, fleet: FleetConfig) -> Per
     return replace(
         model,
         chunk_tokens=engine.max_batched_tokens,
-        overhead_s=overhead_s,
-        transfer_token_s=transfer_token_s,
+        overhead_s=overhead_s + max(float(base), 0.0),
+        transfer_token_s=transfer_token_s + max(float(slope), 0.0),
     )
 
 
