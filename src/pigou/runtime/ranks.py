@@ -81,7 +81,7 @@ class Step(msgspec.Struct, tag=True):
     blocks: Ints  # block ids in those cells
 
 
-class Move(msgspec.Struct, tag=True):
+class MoveBlocks(msgspec.Struct, tag=True):
     """Moves blocks, as `KVCache.move`."""
 
     swap_out: Ints
@@ -89,7 +89,7 @@ class Move(msgspec.Struct, tag=True):
     swap_in: Ints
 
 
-Message = Join | Attach | Step | Move
+Message = Join | Attach | Step | MoveBlocks
 
 
 def _encode_array(value: Any) -> Any:
@@ -300,7 +300,7 @@ class ParallelModel(LoadedModel):
 
             def move(swap_out: Ints, copies: Ints, swap_in: Ints) -> None:
                 if len(swap_out) or len(copies) or len(swap_in):
-                    self.ranks.tell(Move(swap_out, copies, swap_in))
+                    self.ranks.tell(MoveBlocks(swap_out, copies, swap_in))
                 move_own(swap_out, copies, swap_in)
 
             cache.move = move  # type: ignore[method-assign]
@@ -358,7 +358,7 @@ def _follow(channel: socket.socket) -> None:
             cache = model.cache(message.blocks, message.block_size, message.host_blocks, memory)
             tables = np.zeros(message.tables, dtype=np.int32)
             attention = model.attention(cache, tables, message.context)
-        if isinstance(message, Move):
+        if isinstance(message, MoveBlocks):
             cache.move(message.swap_out, message.copies, message.swap_in)
         if isinstance(message, Step):
             tables.reshape(-1)[message.cells] = message.blocks
