@@ -45,10 +45,12 @@ called = create(model=MODEL, input="What is the weather?", tools=[TOOL], tool_ch
 [call] = [item for item in called.output if item.type == "function_call"]
 assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")
 result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
-more = create(model=MODEL, previous_response_id=called.id, input=[result], max_output_tokens=8)
+more = create(model=MODEL, previous_response_id=called.id, input=[result], temperature=0,
+              max_output_tokens=8)  # fmt: skip
 assert more.previous_response_id == called.id
 history = [{"role": "user", "content": "What is the weather?"}, *called.output, result]
-assert create(model=MODEL, input=history, tools=[TOOL], store=False, max_output_tokens=8).output
+alone = {"tools": [TOOL], "store": False, "temperature": 0, "max_output_tokens": 8}
+assert create(model=MODEL, input=history, **alone).output
 form = {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}}
 shaped = create(model=MODEL, input="Where?", text=form, temperature=0, max_output_tokens=400)
 assert json.loads(shaped.output_text)["city"] in ("Oslo", "Rome")
