@@ -209,14 +209,9 @@ class PagedAttention:
         out.copy_(result.view_as(out))
 
     def _chunk(
-        self,
-        layer: int,
-        form: LayerAttention,
-        own: tuple[Tensor, Tensor, Tensor],
-        past: Past | None,
-        sinks: Tensor | None,
-        out: Tensor,
-    ) -> None:
+        self, layer: int, form: LayerAttention, own: tuple[Tensor, Tensor, Tensor],
+        past: Past | None, sinks: Tensor | None, out: Tensor,
+    ) -> None:  # fmt: skip
         query, key, value = own
         queries = query.transpose(0, 1).unsqueeze(0)
         group = form.heads // form.kv_heads

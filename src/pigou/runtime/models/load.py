@@ -221,15 +221,11 @@ def _load_transformers(
     if torch_device.type == "cpu":
         keep_memory()
     return LoadedModel(
-        name=name,
-        folder=folder,
+        name=name, folder=folder,
         digest=digest_model(folder, f"{quantization} transformers", kv_dtype),
-        config=described.config,
-        decoder=decoder,
-        dtype=chosen,
-        device=torch_device,
+        config=described.config, decoder=decoder, dtype=chosen, device=torch_device,
         kv_dtype=kv_dtype,
-    )
+    )  # fmt: skip
 
 
 def _dtype(name: str, config: ModelConfig) -> torch.dtype:

@@ -88,16 +88,10 @@ def _mask_form(mask_function: Callable[..., Any], local_size: int | None = None,
 
 
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+    scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
     **others: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attend over paged KV; query is (1, heads, tokens, head_dim), key and value as ours."""
     seam: AttentionSeam = module.pigou_seam  # type: ignore[assignment]
     name: str = module.pigou_name  # type: ignore[assignment]
@@ -117,15 +111,10 @@ def _attention(
             raise ModelError(f"{name} needs {', '.join(sorted(given)) or 'a mask of its own'}")
         seam.context = min(seam.context, mask.chunk or seam.context)
         form = LayerAttention(
-            heads=query.shape[1],
-            kv_heads=key.shape[1],
-            head_dim=cached,
-            scale=scale,
-            window=mask.window,
-            softcap=float(softcap or 0.0),
-            sinks=s_aux is not None,
+            heads=query.shape[1], kv_heads=key.shape[1], head_dim=cached, scale=scale,
+            window=mask.window, softcap=float(softcap or 0.0), sinks=s_aux is not None,
             latent=latent,
-        )
+        )  # fmt: skip
         seam.record(name, form)
         out = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
         return (out if up is None else up.expand(out))[None], None
@@ -319,21 +308,13 @@ def read_causal_model(folder: Path) -> CausalModel:
     hidden = int(source.hidden_size)
     vocab = int(source.vocab_size)
     config = ModelConfig(
-        family=family,
-        layers=len(seam.layers),
-        hidden=hidden,
-        heads=widest.heads,
-        kv_heads=widest.kv_heads,
-        head_dim=widest.head_dim,
-        ffn=int(getattr(source, "intermediate_size", None) or 4 * hidden),
-        vocab=vocab,
-        context=min(_context(source), seam.context),
-        norm_eps=0.0,
-        rope=None,
+        family=family, layers=len(seam.layers), hidden=hidden, heads=widest.heads,
+        kv_heads=widest.kv_heads, head_dim=widest.head_dim,
+        ffn=int(getattr(source, "intermediate_size", None) or 4 * hidden), vocab=vocab,
+        context=min(_context(source), seam.context), norm_eps=0.0, rope=None,
         dtype=str(getattr(source, "dtype", None) or "float32").removeprefix("torch."),
-        eos=read_end_tokens(folder, vocab),
-        attention=tuple(seam.layers),
-    )
+        eos=read_end_tokens(folder, vocab), attention=tuple(seam.layers),
+    )  # fmt: skip
     return CausalModel(kind, source, text_part, config, seam)
 
 
