@@ -214,7 +214,14 @@ class EvictionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         option("Blocks evicted beyond the need, per running request.", _EVICTION),
     ] = 0.25
     # (Token-PD, Eq. 5)
-    rate: Annotated[float, option("Learning rate of the price of a block.", _EVICTION)] = 0.1
+    rate: Annotated[
+        float,
+        option(
+            "Learning rate of the price of a block; policy paper begins at ten times it, and falls "
+            "with the square root of steps.",
+            _EVICTION,
+        ),
+    ] = 0.1
     floors: Annotated[
         dict[str, int],
         option(

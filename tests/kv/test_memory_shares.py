@@ -193,6 +193,39 @@ def test_the_price_stands_while_requests_will_need_what_is_free() -> None:
     assert memory_price.price < 0.5
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_excess_over_the_budget_grows_with_the_root_of_steps_at_most(seed: int) -> None:
+    """Token-PD, appendix A; and after a change of load the price is found again."""
+    rng = np.random.default_rng(100 + seed)
+    values = np.minimum(rng.pareto(1.5, 200) * 0.01 * np.exp(0.5 * rng.normal(size=(2000, 200))), 1)
+    values[1000:] *= 3.0
+    memory_price, excess_blocks = MemoryPrice(70, 0.1, by_price=True), []
+    memory_price.note(float(np.sort(values[0])[-71]))
+    for returns in values:
+        wanted = int((returns >= memory_price.price).sum())
+        excess_blocks.append(wanted - 70)
+        memory_price.step(wanted, 1)
+    sums = np.abs(np.cumsum(excess_blocks))
+    roots = np.sqrt(np.arange(1, 1001))
+    assert (sums[:1000] <= 4.0 * roots + 70).all()
+    assert np.abs(np.mean(excess_blocks[1100:])) < 0.5
+    assert np.abs(excess_blocks[1100:]).mean() < 5.0
+
+
+def test_rates_fall_as_the_root_of_steps_however_many_are_reported_at_once() -> None:
+    singles, whole = (MemoryPrice(100, 0.1, by_price=True) for _ in range(2))
+    for memory_price in (singles, whole):
+        memory_price.note(0.5)
+        memory_price.step(101, 1)
+    for _ in range(5):
+        singles.step(99, 1)
+    whole.step(99, 5)
+    assert singles.price == pytest.approx(whole.price, rel=1e-12)
+    before = whole.price
+    whole.step(101, 1)
+    assert math.log(whole.price / before) == pytest.approx(0.01 * 2.0 * (7**0.5 - 6**0.5))
+
+
 def test_small_changes_of_the_marginal_return_leave_the_price_alone() -> None:
     assert averaged_price(1.0, 1.04, 0.5, 0.05) == 1.0
     assert averaged_price(1.0, 1.2, 0.5, 0.05) == pytest.approx(math.sqrt(1.2))

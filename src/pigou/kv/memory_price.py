@@ -20,6 +20,10 @@ Floats = NDArray[np.float64]
 
 #: Lowest price, above 0, from which a multiplicative update can rise again.
 FLOOR = 1e-12
+#: First rate of Token-PD's price over `EvictionConfig.rate`; it falls as 1 / sqrt(steps).
+FIRST_RATE = 10.0
+#: Steps on one side of the budget after which the rate starts anew: the load has changed.
+ONE_SIDED = 8
 #: Share of the log distance to the marginal return that the price moves per eviction.
 SHARE = 0.5
 #: Log distance to the marginal return below which the price does not move.
@@ -62,13 +66,17 @@ class MemoryPrice:
 
     By default the price follows the marginal return of evictions (`averaged_price`), and falls
     while more blocks are free than requests need. With `by_price` it is Token-PD's
-    `exponentiated_price`, counting unmet demand as used. The first eviction sets the price.
+    `exponentiated_price`, counting unmet demand as used, at a rate eta_t = 10 rate / sqrt(t). Both
+    its regret and its excess then grow as sqrt(T) (appendix A); t counts from the last change of
+    load (`ONE_SIDED`). The first eviction sets the price.
     """
 
     def __init__(self, budget: int, rate: float, by_price: bool) -> None:
         self.price = FLOOR
         self.by_price = by_price
         self._budget, self._rate = budget, rate
+        self._steps = self._one_sided = 0
+        self._above = False  # more than the budget was wanted last
         #: Price before the current plan, whose evictions count as one.
         self._before: float | None = None
 
@@ -90,8 +98,20 @@ class MemoryPrice:
         """Record steps that used or requested `used` blocks; `ahead` is expected growth."""
         cut, self._before = self._before is not None, None
         wanted = used if self.by_price else min(used + ahead, self._budget)
-        if self.by_price or not cut:
+        if self.by_price:
+            rates = self._falling_rates(wanted > self._budget, steps)
+            self.price = exponentiated_price(self.price, wanted, self._budget, rates)
+        elif not cut:
             self.price = exponentiated_price(self.price, wanted, self._budget, self._rate, steps)
+
+    def _falling_rates(self, above: bool, steps: int) -> float:
+        """Return the sum of the rates of `steps` steps, which fall as 1 / sqrt(t)."""
+        self._one_sided = self._one_sided + steps if above == self._above else steps
+        if self._one_sided >= ONE_SIDED:
+            self._steps = self._one_sided = 0
+        self._above, before = above, self._steps
+        self._steps += steps
+        return 2.0 * FIRST_RATE * self._rate * (math.sqrt(self._steps) - math.sqrt(before))
 
 
 class EvictionCurve(NamedTuple):
