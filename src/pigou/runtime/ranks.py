@@ -152,6 +152,9 @@ class Ranks:
         device = rank_device(self._options.get("device", "cpu"), 0)
         self.group = Group(0, self.size, torch.device(device), meeting)
         model = load(**{**self._options, "device": device}, group=self.group)
+        if self.group.device.type == "cpu":  # gloo has met; nothing is left if this is killed
+            self.group.barrier()
+            self._folder.cleanup()
         decoder = LeadingDecoder(**_fields_of(model.decoder), ranks=self, group=self.group)
         return ParallelModel(**{**_fields_of(model), "decoder": decoder}, ranks=self)
 
@@ -347,6 +350,8 @@ def _follow(channel: socket.socket) -> None:
     device = rank_device(join.options.get("device", "cpu"), join.rank)
     group = Group(join.rank, join.size, torch.device(device), Path(join.meeting))
     model = load(**{**join.options, "device": device}, group=group)
+    if group.device.type == "cpu":
+        group.barrier()
     while True:
         message = _receive(channel)
         if isinstance(message, Attach):
