@@ -144,7 +144,7 @@ def test_blocks_go_down_to_the_host_and_come_up_the_same(
     moved = restored(mover, [2, 3, 5], "host", [10, 11, 12])
     assert moved.good.tolist() == [True, False, True]
     assert moved.reason == ""
-    device = mover._jobs._device
+    device = mover._device
     assert isinstance(device, Device)
     assert (device.data[[10, 12]] == bytes_of([2, 5])).all()
     assert (device.data[11] == bytes_of([11])[0]).all()
@@ -169,7 +169,7 @@ def test_blocks_go_through_every_store_and_come_back_the_same(
     for i, source in enumerate(("disk", "far", "host")):
         up = restored(mover, [1, 2, 3], source, [10 + i, 13 + i, 0])
         assert up.good.tolist() == [True, True, False]
-        assert (mover._jobs._device.read(ids(10 + i, 13 + i)) == bytes_of([1, 2])).all()
+        assert (mover._device.read(ids(10 + i, 13 + i)) == bytes_of([1, 2])).all()
     assert len(mover._host._free) == 14  # nothing is left in staging
 
 

@@ -79,7 +79,6 @@ class DiskStore:
         self.path = path = Path(path)
         self._folder = SegmentFolder(path, namespace, block_bytes, cap_bytes)
         self.block_bytes, self.cap_bytes = block_bytes, cap_bytes
-        self.record_bytes = HEADER_BYTES + block_bytes  # and 128 for each segment
         self.capacity = self._folder.capacity()  # blocks, ignoring other layouts
         try:
             for number, segment in list(self._folder.segments.items()):
@@ -131,9 +130,7 @@ class DiskStore:
             now = self._clock()
             for number, index, slots in _by_segment(addresses):
                 segment = self._folder.segments[number]
-                _, held, sums = decode(
-                    segment.headers(slots), self._folder.namespace, self.block_bytes
-                )
+                _, held, sums = self._decode(segment.headers(slots))
                 alive = held.alive(now)
                 void[index] = ~alive
                 segment.read(slots[alive], out, rows[index[alive]])
@@ -162,15 +159,9 @@ class DiskStore:
         with self._writing, self._trouble("read"):
             with self._lock:
                 addresses = np.array(self._slot_map.slots(), dtype=np.int64)
-            parts = [
-                decode(
-                    self._folder.segments[number].headers(slots),
-                    self._folder.namespace,
-                    self.block_bytes,
-                )[1]
-                for number, _, slots in _by_segment(addresses)
-            ]
-        held = BlockRecords.join(parts)
+            segments = self._folder.segments
+            headers = [segments[n].headers(slots) for n, _, slots in _by_segment(addresses)]
+        held = BlockRecords.join([self._decode(raw)[1] for raw in headers])
         return held.take(held.alive(self._clock()))
 
     def probe(self) -> None:
@@ -209,6 +200,9 @@ class DiskStore:
         with self._writing:
             self._folder.close()
 
+    def _decode(self, headers: Bytes) -> tuple[Bools, BlockRecords, Checksums]:
+        return decode(headers, self._folder.namespace, self.block_bytes)
+
     def _new(self, entries: BlockRecords, names: list[bytes]) -> NDArray[np.int64]:
         """Return indices of blocks to write: not stored, not void, each key once."""
         alive = entries.alive(self._clock())
@@ -229,12 +223,9 @@ class DiskStore:
                 return np.empty(0, dtype=np.int64)
             number, first, count = fresh
             return (number << _SHIFT) + np.arange(first, first + count, dtype=np.int64)
-        addresses = [heapq.heappop(self._holes)]
-        while (
-            len(addresses) < count
-            and self._holes
-            and self._holes[0] >> _SHIFT == addresses[0] >> _SHIFT
-        ):
+        addresses: list[int] = []
+        number = self._holes[0] >> _SHIFT
+        while len(addresses) < count and self._holes and self._holes[0] >> _SHIFT == number:
             addresses.append(heapq.heappop(self._holes))
         return np.array(addresses, dtype=np.int64)
 
@@ -291,12 +282,12 @@ class DiskStore:
     def _drop(self, number: int) -> None:
         self._holes = [hole for hole in self._holes if hole >> _SHIFT != number]
         heapq.heapify(self._holes)
-        self._folder.drop(number)
+        self._folder.segments.pop(number).remove()
 
     def _index(self, number: int, segment: Segment) -> None:
         """Index a segment's blocks; erase torn, void and duplicate ones."""
         raw = segment.table
-        good, held, _ = decode(raw, self._folder.namespace, self.block_bytes)
+        good, held, _ = self._decode(raw)
         taken = raw.any(axis=1)
         whole = good & (np.arange(segment.slots) < segment.used)
         torn = taken & ~whole
@@ -413,10 +404,6 @@ class SegmentFolder:
         room = self._room(count * self.block_bytes) // self.block_bytes
         return (segment, chosen.used, min(count, room)) if room > 0 else None
 
-    def drop(self, number: int) -> None:
-        """Delete a segment; raises OSError."""
-        self.segments.pop(number).remove()
-
     def lock_again(self) -> None:
         """Lock the directory anew if its lock file was removed; raises OSError and StoreError."""
         if os.fstat(self._lock).st_nlink == 0:
@@ -456,7 +443,7 @@ class SegmentFolder:
         while self.bytes > self.cap and self.segments:
             number = min(self.segments, key=lambda n: self.segments[n].live)
             log.info("%s was dropped: the cap is now lower", self.segments[number].path)
-            self.drop(number)
+            self.segments.pop(number).remove()
 
     def _open_all(self) -> None:
         strangers = []

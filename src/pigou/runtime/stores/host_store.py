@@ -43,7 +43,7 @@ class HostStore:
         self.counts = StoreCounts()
         self.arena = arena
         self.capacity = capacity
-        self.block_bytes = self.record_bytes = int(arena.shape[1])
+        self.block_bytes = int(arena.shape[1])
         self.cap_bytes = capacity * self.block_bytes
         self._clock = clock
         self._lock = threading.Lock()
@@ -98,7 +98,7 @@ class HostStore:
     def unpin(self, rows: Ints) -> None:
         """Unpin rows returned by `pin`."""
         with self._lock:
-            self._free_rows(self._slot_map.unpin(rows.tolist()))
+            self._free.extend(self._slot_map.unpin(rows.tolist()))
 
     def sums(self, rows: Ints) -> Checksums:
         """Return checksums of pinned rows, shape (n,)."""
@@ -172,11 +172,8 @@ class HostStore:
 
     def _forget(self, keys: BlockHashes) -> int:
         count, empty = self._slot_map.remove(keys_of(keys))
-        self._free_rows(empty)
+        self._free.extend(empty)
         return count
-
-    def _free_rows(self, rows: list[int]) -> None:
-        self._free.extend(rows)
 
     def entries(self) -> BlockRecords:
         """Return all valid blocks."""
@@ -192,7 +189,7 @@ class HostStore:
         with self._lock:
             self._closed = True
             _, empty = self._slot_map.remove(self._slot_map.keys())
-            self._free_rows(empty)
+            self._free.extend(empty)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -29,6 +30,7 @@ from pigou.runtime.stores.transfer_queue import (
     TransferQueue,
     TransferQueueStatus,
     TransferRate,
+    ignore,
 )
 
 log = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ class KVOffloader:
         for name, store in self.stores.items():
             if store.block_bytes != size:
                 raise ValueError(f"{name} has blocks of {store.block_bytes} bytes, not of {size}")
-        self._jobs = TransferJobs(device, host, self._settings.batch)
+        self._device = device
         self._reads: dict[str, TransferQueue] = {}
         self._writes: dict[str, TransferQueue] = {}
         for name, store in self.stores.items():
@@ -84,26 +86,29 @@ class KVOffloader:
         if rows is None:
             return False
         copy = StagedCopy(self._host, rows)
-        if self._writes[HOST].offer(self._jobs.copy_out(blocks, rows, copy, done)):
+
+        def run() -> None:
+            for part in self._parts(len(blocks)):
+                copy.sums[part] = copy_out(self._device, blocks[part], self._host.arena, rows[part])
+                job.good[part] = True
+
+        def end(moved: OffloadResult) -> None:
+            copy.good, copy.reason = moved.good, moved.reason
+            done(copy)
+
+        job = TransferJob(nobody(len(blocks)), run, done=end)
+        if self._writes[HOST].offer(job):
             return True
         copy.drop()
         return False
 
     def send(
-        self,
-        copy: StagedCopy,
-        index: Ints,
-        entries: BlockRecords,
-        target: str,
-        done: Done | None = None,
+        self, copy: StagedCopy, index: Ints, entries: BlockRecords, target: str, done: Done = ignore
     ) -> bool:
         """Write staged blocks, positions `index` (n,), to a store other than the host store."""
         rows, sums = copy.take(index)
-
-        def release() -> None:
-            self._host.drop(rows)
-
-        job = self._jobs.put(entries, rows, sums, self.stores[target], release, done)
+        release = partial(self._host.drop, rows)
+        job = self._put_rows(entries, rows, sums, self.stores[target], release, done)
         if self._writes[target].offer(job):
             return True
         copy.put_back(index)
@@ -124,23 +129,17 @@ class KVOffloader:
 
         return self.copy_out(blocks, copied)
 
-    def move(
-        self, entries: BlockRecords, source: str, target: str, done: Done | None = None
-    ) -> bool:
+    def move(self, entries: BlockRecords, source: str, target: str, done: Done = ignore) -> bool:
         """Copy blocks between stores; deletes nothing. Host blocks are pinned from this call on."""
         if source == target:
             raise ValueError(f"the blocks are to be moved from {source} to {target}")
         if source != HOST:
             link = self._reads[source] if target == HOST else self._writes[target]
-            job = self._jobs.between(entries, self.stores[source], self.stores[target], done)
+            job = self._between(entries, self.stores[source], self.stores[target], done)
             return link.offer(job)
         rows = self._host.pin(entries.keys)
-
-        def release() -> None:
-            self._host.unpin(rows)
-
-        sums = self._host.sums(rows)
-        job = self._jobs.put(entries, rows, sums, self.stores[target], release, done)
+        sums, release = self._host.sums(rows), partial(self._host.unpin, rows)
+        job = self._put_rows(entries, rows, sums, self.stores[target], release, done)
         if self._writes[target].offer(job):
             return True
         release()
@@ -149,11 +148,9 @@ class KVOffloader:
     def restore(self, keys: BlockHashes, source: str, blocks: Ints, done: Done) -> bool:
         """Copy and verify blocks, keys (n, 2), into device blocks (n,), held until `done`."""
         if source != HOST:
-            return self._reads[source].offer(
-                self._jobs.restore(keys, self.stores[source], blocks, done)
-            )
+            return self._reads[source].offer(self._read(keys, self.stores[source], blocks, done))
         rows = self._host.pin(keys)
-        if self._reads[HOST].offer(self._jobs.restore_rows(rows, blocks, done)):
+        if self._reads[HOST].offer(self._read_rows(rows, blocks, done)):
             return True
         self._host.unpin(rows)
         return False
@@ -163,11 +160,20 @@ class KVOffloader:
         if name == HOST:
             self._host.delete(keys)
             return
-        self._writes[name].offer(delete(self.stores[name], keys))
+        run = partial(self.stores[name].delete, keys)
+        self._writes[name].offer(TransferJob(nobody(0), run, patient=True))
 
     def survey(self, name: str, done: Callable[[BlockRecords | None], None]) -> bool:
         """List a store's entries on its thread; `done` gets None if that fails."""
-        return self._reads[name].offer(survey(self.stores[name], done))
+        records: list[BlockRecords] = []
+
+        def run() -> None:
+            records.append(self.stores[name].entries())
+
+        def end(_moved: OffloadResult) -> None:
+            done(records[0] if records else None)
+
+        return self._reads[name].offer(TransferJob(nobody(0), run, done=end))
 
     def seconds(self, source: str, target: str, blocks: int) -> float:
         """Return the expected seconds to move `blocks` blocks now, queueing included."""
@@ -184,7 +190,15 @@ class KVOffloader:
 
     def status(self) -> dict[str, StoreStatus]:
         """Return each store's status by name."""
-        return {name: self._describe(name, store) for name, store in self.stores.items()}
+        statuses = {}
+        for name, store in self.stores.items():
+            reads, writes = self._reads[name].status(), self._writes[name].status()
+            statuses[name] = StoreStatus(
+                up=reads.up and writes.up, reason=reads.reason or writes.reason,
+                used_bytes=store.used_bytes, cap_bytes=store.cap_bytes, capacity=store.capacity,
+                counts=replace(store.counts), reads=reads, writes=writes,
+            )  # fmt: skip
+        return statuses
 
     def close(self) -> None:
         """Drain the queues for up to `close_seconds`, end the threads, close the stores."""
@@ -200,6 +214,92 @@ class KVOffloader:
             if not any(name in link.split("->") for link in busy):
                 store.close()
 
+    def _put_rows(
+        self, entries: BlockRecords, rows: Ints, sums: Checksums, target: Store,
+        release: Callable[[], None], done: Done,
+    ) -> TransferJob:  # fmt: skip
+        """Put arena rows into a store; a row of -1 is missing."""
+
+        def run() -> None:
+            for part in self._parts(len(entries)):
+                present = np.flatnonzero(rows[part] >= 0) + part.start
+                self._put(job, present, entries.take(present), target, rows[present], sums[present])
+
+        job = TransferJob(nobody(len(entries)), run, release, done)
+        return job
+
+    def _between(
+        self, entries: BlockRecords, source: Store, target: Store, done: Done
+    ) -> TransferJob:
+        """Copy blocks from one store to another through staging rows."""
+
+        def run() -> None:
+            for part in self._parts(len(entries)):
+                rows = self._host.stage(part.stop - part.start)
+                if rows is None:
+                    job.reason = NO_ROWS
+                    return
+                try:
+                    good = source.get(entries.keys[part], self._host.arena, rows)
+                    index = np.flatnonzero(good) + part.start
+                    self._put(job, index, entries.take(index), target, rows[good], None)
+                finally:
+                    self._host.drop(rows)
+
+        job = TransferJob(nobody(len(entries)), run, done=done)
+        return job
+
+    def _read(self, keys: BlockHashes, source: Store, blocks: Ints, done: Done) -> TransferJob:
+        """Read blocks into device blocks, without staging where these are host memory."""
+        data = self._device.as_bytes()
+
+        def run() -> None:
+            for part in self._parts(len(keys)):
+                if data is not None:
+                    job.good[part] = source.get(keys[part], data, blocks[part])
+                    continue
+                rows = self._host.stage(part.stop - part.start)
+                if rows is None:
+                    job.reason = NO_ROWS
+                    return
+                try:
+                    good = source.get(keys[part], self._host.arena, rows)
+                    copy_in(self._device, blocks[part][good], self._host.arena, rows[good])
+                    job.good[part] = good
+                finally:
+                    self._host.drop(rows)
+
+        job = TransferJob(nobody(len(keys)), run, done=done)
+        return job
+
+    def _read_rows(self, rows: Ints, blocks: Ints, done: Done) -> TransferJob:
+        """Copy pinned rows of the host store into device blocks; a row of -1 is missing."""
+        host = self._host
+
+        def run() -> None:
+            for part in self._parts(len(rows)):
+                present = np.flatnonzero(rows[part] >= 0) + part.start
+                sums = copy_in(self._device, blocks[present], host.arena, rows[present])
+                job.good[present] = host.verify(rows[present], sums)
+            host.missed(int(np.count_nonzero(rows < 0)))
+
+        job = TransferJob(nobody(len(rows)), run, partial(host.unpin, rows), done)
+        return job
+
+    def _put(
+        self, job: TransferJob, index: NDArray[np.int64], entries: BlockRecords, target: Store,
+        rows: Ints, sums: Checksums | None,
+    ) -> None:  # fmt: skip
+        try:
+            job.good[index] = target.put(entries, self._host.arena, rows, sums)
+        except BaseException:  # some may have been stored
+            job.good[index] = target.has(entries.keys)
+            raise
+
+    def _parts(self, count: int) -> Iterator[slice]:
+        step = self._settings.batch
+        return (slice(i, min(i + step, count)) for i in range(0, count, step))
+
     def _link(self, name: str, title: str, store: Store) -> TransferQueue:
         settings = self._settings
         latency, speed = settings.guesses.get(name, settings.guesses.get("other", (3e-2, 1e8)))
@@ -210,19 +310,6 @@ class KVOffloader:
             store.probe,
             limit=settings.queue_blocks,
             clock=self._clock,
-        )
-
-    def _describe(self, name: str, store: Store) -> StoreStatus:
-        reads, writes = self._reads[name].status(), self._writes[name].status()
-        return StoreStatus(
-            up=reads.up and writes.up,
-            reason=reads.reason or writes.reason,
-            used_bytes=store.used_bytes,
-            cap_bytes=store.cap_bytes,
-            capacity=store.capacity,
-            counts=replace(store.counts),
-            reads=reads,
-            writes=writes,
         )
 
 
@@ -261,164 +348,9 @@ class StoreStatus:
     writes: TransferQueueStatus
 
 
-class TransferJobs:
-    """Builds transfer jobs; arena rows not passed in are taken when the job runs."""
-
-    def __init__(self, device: DeviceBlocks, host: HostStore, batch: int) -> None:
-        self._device = device
-        self._host = host
-        self._batch = batch
-
-    def copy_out(
-        self, blocks: Ints, rows: Ints, copy: StagedCopy, done: Callable[[StagedCopy], None]
-    ) -> TransferJob:
-        """Copy device blocks into the staging rows of `copy`."""
-
-        def run() -> None:
-            for part in self._parts(len(blocks)):
-                sums = copy_out(self._device, blocks[part], self._host.arena, rows[part])
-                copy.sums[part] = sums
-                job.good[part] = True
-
-        def end(moved: OffloadResult) -> None:
-            copy.good, copy.reason = moved.good, moved.reason
-            done(copy)
-
-        job = TransferJob(nobody(len(blocks)), run, _nothing, end)
-        return job
-
-    def put(
-        self,
-        entries: BlockRecords,
-        rows: Ints,
-        sums: Checksums,
-        target: Store,
-        release: Callable[[], None],
-        done: Done | None,
-    ) -> TransferJob:
-        """Put arena rows into a store; a row of -1 is missing."""
-
-        def run() -> None:
-            for part in self._parts(len(entries)):
-                present = np.flatnonzero(rows[part] >= 0) + part.start
-                self._put(job, present, entries.take(present), target, rows[present], sums[present])
-
-        job = TransferJob(nobody(len(entries)), run, release, done or _ignore)
-        return job
-
-    def between(
-        self, entries: BlockRecords, source: Store, target: Store, done: Done | None
-    ) -> TransferJob:
-        """Copy blocks from one store to another through staging rows."""
-
-        def run() -> None:
-            for part in self._parts(len(entries)):
-                rows = self._host.stage(part.stop - part.start)
-                if rows is None:
-                    job.reason = NO_ROWS
-                    return
-                try:
-                    good = source.get(entries.keys[part], self._host.arena, rows)
-                    index = np.flatnonzero(good) + part.start
-                    self._put(job, index, entries.take(index), target, rows[good], None)
-                finally:
-                    self._host.drop(rows)
-
-        job = TransferJob(nobody(len(entries)), run, _nothing, done or _ignore)
-        return job
-
-    def restore(self, keys: BlockHashes, source: Store, blocks: Ints, done: Done) -> TransferJob:
-        """Read blocks into device blocks, without staging where these are host memory."""
-        data = self._device.as_bytes()
-
-        def run() -> None:
-            for part in self._parts(len(keys)):
-                if data is not None:
-                    job.good[part] = source.get(keys[part], data, blocks[part])
-                    continue
-                rows = self._host.stage(part.stop - part.start)
-                if rows is None:
-                    job.reason = NO_ROWS
-                    return
-                try:
-                    good = source.get(keys[part], self._host.arena, rows)
-                    copy_in(self._device, blocks[part][good], self._host.arena, rows[good])
-                    job.good[part] = good
-                finally:
-                    self._host.drop(rows)
-
-        job = TransferJob(nobody(len(keys)), run, _nothing, done)
-        return job
-
-    def restore_rows(self, rows: Ints, blocks: Ints, done: Done) -> TransferJob:
-        """Copy pinned rows of the host store into device blocks; a row of -1 is missing."""
-        host = self._host
-
-        def run() -> None:
-            for part in self._parts(len(rows)):
-                present = np.flatnonzero(rows[part] >= 0) + part.start
-                sums = copy_in(self._device, blocks[present], host.arena, rows[present])
-                job.good[present] = host.verify(rows[present], sums)
-            host.missed(int(np.count_nonzero(rows < 0)))
-
-        def release() -> None:
-            host.unpin(rows)
-
-        job = TransferJob(nobody(len(rows)), run, release, done)
-        return job
-
-    def _put(
-        self,
-        job: TransferJob,
-        index: NDArray[np.int64],
-        entries: BlockRecords,
-        target: Store,
-        rows: Ints,
-        sums: Checksums | None,
-    ) -> None:
-        try:
-            job.good[index] = target.put(entries, self._host.arena, rows, sums)
-        except BaseException:  # some may have been stored
-            job.good[index] = target.has(entries.keys)
-            raise
-
-    def _parts(self, count: int) -> Iterator[slice]:
-        return (slice(i, min(i + self._batch, count)) for i in range(0, count, self._batch))
-
-
-def delete(store: Store, keys: BlockHashes) -> TransferJob:
-    """Delete blocks of a store, even while its link is down."""
-
-    def run() -> None:
-        store.delete(keys)
-
-    return TransferJob(nobody(0), run, _nothing, _ignore, patient=True)
-
-
-def survey(store: Store, done: Callable[[BlockRecords | None], None]) -> TransferJob:
-    """List a store's entries."""
-    records: list[BlockRecords] = []
-
-    def run() -> None:
-        records.append(store.entries())
-
-    def end(_moved: OffloadResult) -> None:
-        done(records[0] if records else None)
-
-    return TransferJob(nobody(0), run, _nothing, end)
-
-
 def nobody(count: int) -> Bools:
     """Return a mask (count,) of False: no block arrived."""
     return np.zeros(count, dtype=np.bool_)
-
-
-def _nothing() -> None:
-    """Do nothing."""
-
-
-def _ignore(_moved: OffloadResult) -> None:
-    """Do nothing."""
 
 
 class StagedCopy:

@@ -79,10 +79,6 @@ class Store(Protocol):
         """Bytes per block."""
 
     @property
-    def record_bytes(self) -> int:
-        """Bytes that a block takes of the cap, headers of whole files aside."""
-
-    @property
     def cap_bytes(self) -> int:
         """Upper bound of `used_bytes`."""
 

@@ -29,14 +29,18 @@ class OffloadResult:
     reason: str  # why the job failed; empty for blocks merely missing or without room
 
 
+def ignore(_moved: OffloadResult) -> None:
+    """Do nothing at a job's end."""
+
+
 @dataclass(slots=True)
 class TransferJob:
     """Work for a transfer queue."""
 
     good: Bools  # blocks that have arrived; `run` sets it
-    run: Callable[[], None]  # raises StoreError if the medium fails
-    release: Callable[[], None]  # frees the job's resources; called once, even if not run
-    done: Callable[[OffloadResult], None]  # called once, after `release`, on the link's thread
+    run: Callable[[], object]  # raises StoreError if the medium fails
+    release: Callable[[], None] = lambda: None  # frees resources; called once, even if not run
+    done: Callable[[OffloadResult], None] = ignore  # called once, after `release`, on the thread
     patient: bool = False  # runs while the store is down, and never counts as queued
     reason: str = ""  # set by `run` if blocks did not arrive though nothing failed
 
@@ -279,11 +283,6 @@ class TransferRate:
             return self._y / self._w, 0.0
         latency = (self._y - slope * self._x) / self._w
         return (latency, slope) if latency >= 0 else (0.0, through)
-
-    def seconds(self, blocks: int) -> float:
-        """Return the predicted seconds for `blocks` blocks."""
-        latency, slope = self.law()
-        return latency + blocks * slope
 
 
 class BreakerState(StrEnum):
