@@ -73,10 +73,13 @@ class SglangStub(Stub):
             told = [body.get(name) for name in BOOTSTRAP]
             if told[:2] != ["127.0.0.1", BOOTSTRAP_PORT] or not isinstance(told[2], int):
                 return refused(f"no bootstrap: {told}")
+            room = self.rooms.setdefault(told[2], Room())
             if self.mode == "prefill" and self.script.die_after is not None and self._strike():
+                async with asyncio.timeout(self.meeting_s):
+                    await room.joined.wait()  # it dies while the decode leg waits for it
                 request.transport.abort()
                 return web.Response()
-            await self._meet(self.rooms.setdefault(told[2], Room()))
+            await self._meet(room)
         return await super()._reply(request)
 
     async def _meet(self, room: Room) -> None:
