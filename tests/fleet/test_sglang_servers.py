@@ -151,14 +151,15 @@ async def test_a_stream_moves_from_a_decode_server_that_dies(k: int) -> None:
 async def test_a_prefill_server_that_dies_ends_both_legs_and_both_are_sent_again(
     stream: bool,
 ) -> None:
-    script = Script(die_after=0, times=1)
+    # Twice: what a kept connection dies of before a byte of reply is sent again on a new one.
+    script = Script(die_after=0, times=2)
     fleet = Pair(Script(), script, script, meeting_s=30.0, prefills=2)
     async with fleet as client:
         fleet.stubs[0].script, fleet.stubs[2].script = script, Script()
         async with asyncio.timeout(10):  # the decode leg is broken off, and waits for nothing
             assert await said(client, chat=False, stream=stream) == whole_text(6)
         assert script.times == 0
-        assert len(fleet.rooms) == 2, "a new attempt meets in a new room"
+        assert len(fleet.rooms) >= 2, "a new attempt meets in a new room"
 
 
 async def test_a_prefill_server_that_refuses_a_request_ends_it_at_once() -> None:
