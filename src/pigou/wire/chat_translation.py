@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -21,7 +21,7 @@ Step: TypeAlias = Literal["begin", "start", "delta", "close", "end"]
 
 @dataclass(slots=True)
 class ReplyPart:
-    """ReplyPart of a reply: reasoning, text, or a tool call."""
+    """Reasoning, text, or a tool call of a reply."""
 
     kind: PartKind
     index: int  # position in the reply
@@ -41,7 +41,7 @@ class ChatTranslation(ABC):
     def __init__(self, chat: Json) -> None:
         if chat.get("stream"):
             chat["stream_options"] = {"include_usage": True}
-        self.body = encode(chat)
+        self.body = encode({name: value for name, value in chat.items() if value is not None})
         self.parts: list[ReplyPart] = []
         self.model, self.created = "", 0
         self.finish: str | None = None
@@ -150,6 +150,36 @@ def read_fields(
 def event(kind: str, fields: Json) -> bytes:
     """Return a named server-sent event, whose data names its type as well."""
     return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind, **fields}) + b"\n\n"
+
+
+def function_tool(function: Any) -> Json:
+    """Return a function of a chat's `tools` or `tool_choice`."""
+    return {"type": "function", "function": function}
+
+
+def text_part(text: Any) -> Json:
+    """Return a text of a chat message's content."""
+    return {"type": "text", "text": text}
+
+
+def image_part(url: Any) -> Json:
+    """Return an image of a chat message's content."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def translate_parts(
+    content: Any, read: Callable[[Any], Json | None], where: str, noun: str, known: str
+) -> Any:
+    """Return a content's parts as a chat's; APIError 400 for one that `read` does not know."""
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for part in content:
+        if (translated := read(part)) is None:
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise bad_field(where, f"has a {noun} of type {str(kind)[:40]!r}; {known} works.")
+        parts.append(translated)
+    return parts
 
 
 def call_of(id: Any, name: Any, arguments: Any) -> Json:

@@ -11,21 +11,12 @@ import msgspec
 
 #: `type` of the error body by HTTP status, as vLLM names them.
 TYPES = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    403: "PermissionDeniedError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    408: "RequestTimeoutError",
-    409: "ConflictError",
-    413: "RequestTooLargeError",
-    415: "UnsupportedMediaTypeError",
-    429: "RateLimitError",
-    500: "InternalServerError",
-    502: "BadGatewayError",
-    503: "ServiceUnavailableError",
-    504: "GatewayTimeoutError",
-}
+    400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError",
+    404: "NotFoundError", 405: "MethodNotAllowedError", 408: "RequestTimeoutError",
+    409: "ConflictError", 413: "RequestTooLargeError", 415: "UnsupportedMediaTypeError",
+    429: "RateLimitError", 500: "InternalServerError", 502: "BadGatewayError",
+    503: "ServiceUnavailableError", 504: "GatewayTimeoutError",
+}  # fmt: skip
 
 #: `type` of the error 500 of a request whose own content made the engine fail: the worker is well,
 #: and sending the request to another changes nothing.
@@ -54,13 +45,11 @@ REFUSED: dict[str, tuple[str, *tuple[Any, ...]]] = {
     "suffix": ("insertion is not supported; remove it", ""),
     "functions": ("it is deprecated; use tools", []),
     "function_call": ("it is deprecated; use tool_choice", "none", "auto"),
-    "guided_json": ("it is deprecated; use structured_outputs.json",),
-    "guided_regex": ("it is deprecated; use structured_outputs.regex",),
+    **{f"guided_{name}": (f"it is deprecated; use structured_outputs.{name}",)
+       for name in ("json", "regex", "grammar", "json_object")},
     "guided_choice": ("it is deprecated; use structured_outputs.choice", []),
-    "guided_grammar": ("it is deprecated; use structured_outputs.grammar",),
-    "guided_json_object": ("it is deprecated; use structured_outputs.json_object",),
-    "guided_decoding_backend": ("it is deprecated; remove it",),
-    "guided_whitespace_pattern": ("it is deprecated; remove it",),
+    **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"),
+                    ("it is deprecated; remove it",)),
     "chat_template": ("a request may not bring its own template; set it on the server", ""),
     "documents": ("they reach the template as chat_template_kwargs.documents; send them there", []),
     "echo": ("it belongs to completions; remove it", False),
@@ -73,21 +62,17 @@ REFUSED: dict[str, tuple[str, *tuple[Any, ...]]] = {
     "allowed_token_ids": ("it is not supported; use structured_outputs or logit_bias", []),
     "bad_words": ("it is not supported; use logit_bias with the ids of their tokens", []),
     "early_stopping": ("it belongs to beam search, which is not supported; remove it", False),
-    "logits_processors": (
-        "code in requests is not supported; use logit_bias or structured_outputs",
-        [],
-    ),
+    "logits_processors":
+        ("code in requests is not supported; use logit_bias or structured_outputs", []),
     "vllm_xargs": ("there are no extensions to pass it to; remove it", {}),
-    "mm_processor_kwargs": ("the model reads text only; remove it", {}),
-    "media_io_kwargs": ("the model reads text only; remove it", {}),
+    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"),
+                    ("the model reads text only; remove it", {})),
     "thinking_token_budget": ("it is not supported; use max_tokens",),
-    "repetition_detection": (
-        "it is not supported; use frequency_penalty or repetition_penalty",
-        {},
-    ),
+    "repetition_detection":
+        ("it is not supported; use frequency_penalty or repetition_penalty", {}),
     "truncation_side": ("truncate_prompt_tokens keeps the end; remove it", "left"),
     "return_tokens_as_token_ids": ("it is not supported; use return_token_ids", False),
-}
+}  # fmt: skip
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`(?: - at `(?P<path>.*)`)?$")
 _MISSING = re.compile(r"Object missing required field `(?P<field>.*?)`(?: - at `(?P<path>.*)`)?$")
@@ -143,6 +128,17 @@ def bad_request(message: str, param: str | None = None) -> APIError:
 def bad_field(path: str, text: str) -> APIError:
     """Return the error 400 for a field, whose path (`a.b[2]`) begins the message."""
     return bad_request(f"{path} {text}", _PATH_STEP.split(path, maxsplit=1)[0])
+
+
+def bad_kind(path: str, kind: Any, remedy: str) -> APIError:
+    """Return the error 400 for a field whose value names an unknown kind."""
+    return bad_field(path, f"is {str(kind)[:40]!r}; {remedy}.")
+
+
+def check_count(path: str, count: int, limit: int, noun: str, remedy: str = "work") -> None:
+    """Raise the error 400 if a field has more than `limit` of something."""
+    if count > limit:
+        raise bad_field(path, f"has {count} {noun}; at most {limit} {remedy}.")
 
 
 def unknown_field(field: str) -> APIError:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import kernel
-from pigou.wire.errors import bad_field, bad_request, decoded
+from pigou.wire.errors import bad_field, bad_request, check_count, decoded
 
 MAX_DEPTH = 128
 MAX_FIELDS = 1024
@@ -23,30 +23,21 @@ MAX_TOOLS = 1024
 #: Maximum tokens in `logit_bias` and `stop_token_ids`: each costs time at every step.
 MAX_BIASED = 4096
 MAX_STOP_TOKENS = 1024
-
-
 #: Bytes up to which a body is decoded on the event loop: well under a millisecond of work.
 SMALL = 64 * 1024
 
 _IDS = ("prompt", "prompt_token_ids", "tokens")
 _LONG = (*_IDS, "messages")
-#: Most items of a list or an object, by field.
+#: Most items of a list or an object, by field, and the remedy.
 _ITEMS = {
-    "messages": MAX_MESSAGES,
-    "logit_bias": MAX_BIASED,
-    "stop_token_ids": MAX_STOP_TOKENS,
-    "tools": MAX_TOOLS,
-    "functions": MAX_TOOLS,
+    "messages": (MAX_MESSAGES, "leave out the oldest, or join them"),
+    "logit_bias": (MAX_BIASED, "leave out those that matter least"),
+    "stop_token_ids": (MAX_STOP_TOKENS, "leave some out"),
+    **dict.fromkeys(
+        ("tools", "functions"), (MAX_TOOLS, "leave out those that the chat does not need")
+    ),
 }
-_REMEDY = {
-    "messages": "leave out the oldest, or join them",
-    "logit_bias": "leave out those that matter least",
-    "stop_token_ids": "leave some out",
-    "tools": "leave out those that the chat does not need",
-    "functions": "leave out those that the chat does not need",
-}
-
-
+_SHORTEN = "work: shorten it"
 _SEVERAL = "work in one request: send several requests"
 #: How a list of texts begins.
 _QUOTE = ord('"')
@@ -144,34 +135,29 @@ def _check_fields(fields: dict[str, msgspec.Raw], context: int) -> None:
     for name, raw in fields.items():
         view, shown = memoryview(raw), name[:80]
         if name not in _LONG:
-            _bound(shown, len(view), MAX_FIELD_BYTES, "bytes")
+            check_count(shown, len(view), MAX_FIELD_BYTES, "bytes", _SHORTEN)
         if len(view) < 2 * MAX_TOOLS or view[0] == _QUOTE:
             continue  # short enough for all bounds but the model's context, or one text
         shape = measure(view)
         if name in _IDS:
             _check_ids(name, view, shape, 0 if cut else context)
             continue
-        remedy = f"work: {_REMEDY.get(name, 'shorten it')}"
-        _bound(shown, shape.items, _ITEMS.get(name, MAX_VALUES), "entries", remedy)
-        _bound(shown, shape.values, MAX_VALUES, "values")
+        max_items, remedy = _ITEMS.get(name, (MAX_VALUES, "shorten it"))
+        check_count(shown, shape.items, max_items, "entries", f"work: {remedy}")
+        check_count(shown, shape.values, MAX_VALUES, "values", _SHORTEN)
 
 
 def _check_ids(name: str, view: memoryview, shape: JsonSize, context: int) -> None:
     if shape.depth == 0:
         return
     if shape.depth > 1 or _TEXTS.match(view) is not None:
-        _bound(name, shape.items, MAX_PROMPTS, "prompts", _SEVERAL)
+        check_count(name, shape.items, MAX_PROMPTS, "prompts", _SEVERAL)
     elif context and shape.items > context:
         raise bad_field(
             name,
             f"has {shape.items} token ids; the model's context is {context} tokens: shorten it.",
         )
-    _bound(name, shape.values, MAX_TOKEN_IDS, "token ids", _SEVERAL)
-
-
-def _bound(name: str, count: int, limit: int, noun: str, remedy: str = "work: shorten it") -> None:
-    if count > limit:
-        raise bad_field(name, f"has {count} {noun}; at most {limit} {remedy}.")
+    check_count(name, shape.values, MAX_TOKEN_IDS, "token ids", _SEVERAL)
 
 
 def warm_up() -> None:

@@ -13,11 +13,15 @@ from pigou.wire.chat_translation import (
     Step,
     call_of,
     event,
+    function_tool,
+    image_part,
     object_decoder,
     read_fields,
     switch_thinking,
+    text_part,
+    translate_parts,
 )
-from pigou.wire.errors import APIError, bad_field
+from pigou.wire.errors import APIError, bad_field, bad_kind
 from pigou.wire.openai_replies import Json, encode
 
 #: Prefix of the paths.
@@ -109,7 +113,7 @@ class Messages(ChatTranslation):
             schema = {"name": "output", "schema": config.format.get("schema")}
             chat["response_format"] = {"type": config.format.get("type"), "json_schema": schema}
         chat |= {"max_tokens": fields.max_tokens, "reasoning_effort": config.effort}
-        super().__init__({name: value for name, value in chat.items() if value is not None})
+        super().__init__(chat)
 
     def tokenize_body(self) -> bytes:
         """Return the body of `/tokenize` that counts the prompt's tokens."""
@@ -119,7 +123,7 @@ class Messages(ChatTranslation):
 
     def result(self) -> Json:
         """Return the message."""
-        return self._message([self._block(part) for part in self.parts], self._ending())
+        return self._message([self._block(part, part.text) for part in self.parts], self._ending())
 
     def _message(self, content: list[Json], ending: Json) -> Json:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.model,
@@ -140,18 +144,15 @@ class Messages(ChatTranslation):
         return {"stop_reason": reason, "stop_sequence": self.stop if by_text else None}
 
     @staticmethod
-    def _block(part: ReplyPart, *, begins: bool = False) -> Json:
-        text = "" if begins else part.text
+    def _block(part: ReplyPart, text: str) -> Json:
         if part.kind == "reasoning":
             return {"type": "thinking", "thinking": text, "signature": ""}
         if part.kind == "text":
             return {"type": "text", "text": text}
-        arguments: Any = {}
-        if not begins:
-            try:
-                arguments = object_decoder.decode(text.encode())
-            except msgspec.DecodeError:
-                arguments = {}  # cut off by max_tokens
+        try:
+            arguments = object_decoder.decode(text)
+        except msgspec.DecodeError:
+            arguments = {}  # not begun, or cut off by max_tokens
         return {"type": "tool_use", "id": part.call, "name": part.name, "input": arguments}
 
     def render(self, step: Step, part: ReplyPart | None = None, text: str = "") -> Iterator[bytes]:
@@ -159,8 +160,7 @@ class Messages(ChatTranslation):
         if part is not None:
             at: Json = {"index": part.index}
             if step == "start":
-                block = self._block(part, begins=True)
-                yield event("content_block_start", at | {"content_block": block})
+                yield event("content_block_start", at | {"content_block": self._block(part, "")})
             elif step == "delta":
                 kind, name = _DELTAS[part.kind]
                 yield event("content_block_delta", at | {"delta": {"type": kind, name: text}})
@@ -171,8 +171,8 @@ class Messages(ChatTranslation):
             yield event("message_start", {"message": self._message([], nothing)})
             yield event("ping", {})
         else:
-            rest = {"delta": self._ending(), "usage": self._usage_counts()}
-            yield event("message_delta", rest)
+            ending = {"delta": self._ending(), "usage": self._usage_counts()}
+            yield event("message_delta", ending)
             yield event("message_stop", {})
 
     def fail(self, error: Json) -> Iterator[bytes]:
@@ -186,16 +186,15 @@ def _tools(fields: MessagesRequest) -> Json:
     tools = []
     for index, tool in enumerate(fields.tools or ()):
         if (kind := tool.get("type")) not in (None, "custom"):
-            raise bad_field(f"tools[{index}].type", f"is {str(kind)[:40]!r}; hosted tools are not "
-                            "supported: declare name and input_schema.")  # fmt: skip
+            raise bad_kind(f"tools[{index}].type", kind, "hosted tools are not supported: declare "
+                           "name and input_schema")  # fmt: skip
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
         if tool.get("description") is not None:
             function["description"] = tool["description"]
-        tools.append({"type": "function", "function": function})
+        tools.append(function_tool(function))
     chat: Json = {"tools": tools or None}
     if (choice := fields.tool_choice) is not None:
-        named = {"type": "function", "function": {"name": choice.name}}
-        chat["tool_choice"] = _CHOICES.get(choice.type, named)
+        chat["tool_choice"] = _CHOICES.get(choice.type, function_tool({"name": choice.name}))
         chat["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
     return chat
 
@@ -204,7 +203,7 @@ def _chat_messages(message: Json, where: str) -> list[Json]:
     """Return a message as a chat's: results of tools are messages of their own, and come first."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
-        raise bad_field(f"{where}.role", f"is {str(role)[:40]!r}; it must be user or assistant.")
+        raise bad_kind(f"{where}.role", role, "it must be user or assistant")
     if not isinstance(content, list):
         return [{"role": role, "content": content}]
     said: list[Json] = []
@@ -216,10 +215,8 @@ def _chat_messages(message: Json, where: str) -> list[Json]:
             case {"type": "tool_result", "tool_use_id": id}:
                 result = _content(block.get("content", ""), f"{where}.content")
                 if block.get("is_error"):
-                    texts = (
-                        [{"type": "text", "text": result}] if isinstance(result, str) else result
-                    )
-                    result = [{"type": "text", "text": "Error:"}, *texts]
+                    texts = [text_part(result)] if isinstance(result, str) else result
+                    result = [text_part("Error:"), *texts]
                 results.append({"role": "tool", "tool_call_id": id, "content": result})
             case {"type": "thinking", "thinking": str(text)}:
                 thought += text
@@ -237,19 +234,15 @@ def _chat_messages(message: Json, where: str) -> list[Json]:
 
 
 def _content(content: Any, where: str) -> Any:
-    if not isinstance(content, list):
-        return content
-    parts = []
-    for block in content:
-        match block:
-            case {"type": "text", "text": text}:
-                parts.append({"type": "text", "text": text})
-            case {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}:
-                url = f"data:{kind};base64,{data}"
-                parts.append({"type": "image_url", "image_url": {"url": url}})
-            case {"type": "image", "source": {"type": "url", "url": url}}:
-                parts.append({"type": "image_url", "image_url": {"url": url}})
-            case _:
-                kind = block.get("type") if isinstance(block, dict) else block
-                raise bad_field(where, f"has a block of type {str(kind)[:40]!r}; text works.")
-    return parts
+    return translate_parts(content, _chat_part, where, "block", "text")
+
+
+def _chat_part(block: Any) -> Json | None:
+    match block:
+        case {"type": "text", "text": text}:
+            return text_part(text)
+        case {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}:
+            return image_part(f"data:{kind};base64,{data}")
+        case {"type": "image", "source": {"type": "url", "url": url}}:
+            return image_part(url)
+    return None

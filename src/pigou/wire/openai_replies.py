@@ -89,36 +89,22 @@ def chat_logprobs(tokens: list[LogprobsEntry]) -> Json:
 def _chat_token(token: LogprobsEntry) -> Json:
     chosen = token.chosen
     assert chosen is not None
-    return {
-        "token": chosen.token,
-        "logprob": chosen.logprob,
-        "bytes": chosen.bytes,
-        "top_logprobs": [
-            {"token": other.token, "logprob": other.logprob, "bytes": other.bytes}
-            for other in token.top
-        ],
-    }
+    return {**_token(chosen), "top_logprobs": [_token(other) for other in token.top]}
+
+
+def _token(one: Logprob) -> Json:
+    return {"token": one.token, "logprob": one.logprob, "bytes": one.bytes}
 
 
 def prompt_logprobs(tokens: list[LogprobsEntry]) -> list[Json | None]:
     """Return `prompt_logprobs`: per token of the prompt, a map from token id."""
-    by_token: list[Json | None] = []
-    for token in tokens:
-        if token.chosen is None:
-            by_token.append(None)
-            continue
-        entries = {token.chosen.id: token.chosen} | {other.id: other for other in token.top}
-        by_token.append(
-            {
-                str(entry.id): {
-                    "logprob": entry.logprob,
-                    "rank": entry.rank,
-                    "decoded_token": entry.token,
-                }
-                for entry in entries.values()
-            }
-        )
-    return by_token
+    return [None if token.chosen is None else _by_id([token.chosen, *token.top])
+            for token in tokens]  # fmt: skip
+
+
+def _by_id(entries: list[Logprob]) -> Json:
+    return {str(one.id): {"logprob": one.logprob, "rank": one.rank, "decoded_token": one.token}
+            for one in entries}  # fmt: skip
 
 
 def choice(
@@ -225,15 +211,9 @@ class StreamEncoder:
         self, index: int, prompt_token_ids: list[int] | None = None, usage: UsageInfo | None = None
     ) -> bytes:
         """Return the first frame of a chat choice, with its role."""
-        choice = {
-            "index": index,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-        }
-        rest: Json = {"prompt_token_ids": prompt_token_ids}
-        if usage is not None:
-            rest["usage"] = usage
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        rest = {"prompt_token_ids": prompt_token_ids} | ({} if usage is None else {"usage": usage})
         return frame(self._open + encode(choice) + b"]," + encode(rest)[1:])
 
     def usage(self, usage: UsageInfo | msgspec.Raw) -> bytes:

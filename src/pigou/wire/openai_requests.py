@@ -321,16 +321,9 @@ _NESTED = {
 }
 _DECODERS: dict[type[_OpenAIBody], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind, strict=False)
-    for kind in (
-        CompletionRequest,
-        ChatRequest,
-        TokenizeRequest,
-        DetokenizeRequest,
-        EmbeddingsRequest,
-        ScoreRequest,
-        RerankRequest,
-    )
-}
+    for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest,
+                 EmbeddingsRequest, ScoreRequest, RerankRequest)
+}  # fmt: skip
 
 
 class Known(NamedTuple, Generic[_B]):

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from pigou.kv.tenure import salt_expiry
-from pigou.wire.errors import bad_field, bad_request
+from pigou.wire.errors import bad_field, bad_request, check_count
 from pigou.wire.openai_requests import (
     ChatRequest,
     CompletionRequest,
@@ -34,6 +34,15 @@ _REFUSED_IN_MESSAGES = {
     "audio": "the model reads text only; send its transcript as content",
     "function_call": "it is deprecated; use tool_calls",
 }
+_MAX_INT = 2**31 - 1
+#: Least and greatest values by field.
+_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "n": (1, MAX_N), "min_tokens": (0, _MAX_INT), "temperature": (0.0, 2.0),
+    "top_k": (-1, _MAX_INT), "min_p": (0.0, 1.0), "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0), "seed": (-(2**63), 2**63 - 1),
+    "prompt_logprobs": (0, MAX_LOGPROBS), "priority": (-(2**31), _MAX_INT),
+    "deadline_ms": (0, _MAX_INT), "truncate_prompt_tokens": (1, _MAX_INT),
+}  # fmt: skip
 _SALT_FORBIDS = "@/\\\0"
 #: Request id header, echoed in the reply.
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -45,7 +54,8 @@ def check(request: GenerationRequest) -> None:
     _check_numbers(request)
     _check_stream(request)
     _check_stops(request)
-    _check_salt(request.cache_salt)
+    if request.cache_salt is not None:
+        _check_salt(request.cache_salt)
     _check_resume(request)
     grammar(request)
     if isinstance(request, ChatRequest):
@@ -91,24 +101,14 @@ def stops(request: GenerationRequest) -> tuple[str, ...]:
 
 
 def _check_numbers(request: GenerationRequest) -> None:
-    _within(request, "n", 1, MAX_N)
-    _within(request, "max_tokens", 0 if scores_only(request) else 1, 2**31 - 1)
-    _within(request, "min_tokens", 0, 2**31 - 1)
-    _within(request, "temperature", 0.0, 2.0)
-    _within(request, "top_k", -1, 2**31 - 1)
-    _within(request, "min_p", 0.0, 1.0)
-    _within(request, "presence_penalty", -2.0, 2.0)
-    _within(request, "frequency_penalty", -2.0, 2.0)
-    _within(request, "seed", -(2**63), 2**63 - 1)
-    _within(request, "prompt_logprobs", 0, MAX_LOGPROBS)
-    _within(request, "priority", -(2**31), 2**31 - 1)
-    _within(request, "deadline_ms", 0, 2**31 - 1)
-    _within(request, "truncate_prompt_tokens", 1, 2**31 - 1)
+    _within(request, "max_tokens", 0 if scores_only(request) else 1, _MAX_INT)
+    for name, (minimum, maximum) in _BOUNDS.items():
+        _within(request, name, minimum, maximum)
     _above_zero(request, "top_p", 1.0)
     _above_zero(request, "repetition_penalty", 1e6)
     for token in request.stop_token_ids or ():
         if not 0 <= token < 2**31:
-            raise bad_field("stop_token_ids", f"has {token}, which is no token id.")  # fmt: skip
+            raise bad_field("stop_token_ids", f"has {token}, which is no token id.")
     for key, bias in (request.logit_bias or {}).items():
         if not key.isascii() or not key.isdigit() or len(key) > 9:
             raise bad_field("logit_bias", f"has the key {key[:40]!r}; keys are token ids.")
@@ -136,17 +136,14 @@ def _check_stops(request: GenerationRequest) -> None:
     strings = stops(request)
     if "" in strings:
         raise bad_field("stop", "holds an empty string: remove it.")
-    if len(strings) > MAX_STOPS:
-        raise bad_field("stop", f"has {len(strings)} strings; at most {MAX_STOPS} work.")
+    check_count("stop", len(strings), MAX_STOPS, "strings")
     if (max_length := max(map(len, strings), default=0)) > MAX_STOP_LENGTH:
         raise bad_field(
             "stop", f"has a string of {max_length} characters; at most {MAX_STOP_LENGTH} work."
         )
 
 
-def _check_salt(salt: str | None) -> None:
-    if salt is None:
-        return
+def _check_salt(salt: str) -> None:
     if not 1 <= len(salt) <= MAX_SALT or any(char in salt for char in _SALT_FORBIDS):
         raise bad_field(
             "cache_salt",
@@ -159,10 +156,9 @@ def _check_salt(salt: str | None) -> None:
 
 
 def _check_resume(request: GenerationRequest) -> None:
+    _within(request, "resume_tokens", 0, _MAX_INT)
     if not request.resume_tokens:
-        _within(request, "resume_tokens", 0, 0)
         return
-    _within(request, "resume_tokens", 0, 2**31 - 1)
     if (request.n or 1) != 1:
         raise bad_field("resume_tokens", "continues one stream: set n to 1.")
     if isinstance(request, CompletionRequest):

@@ -16,11 +16,15 @@ from pigou.wire.chat_translation import (
     Step,
     call_of,
     event,
+    function_tool,
+    image_part,
     object_decoder,
     read_fields,
     switch_thinking,
+    text_part,
+    translate_parts,
 )
-from pigou.wire.errors import APIError, bad_field
+from pigou.wire.errors import APIError, bad_field, bad_kind
 from pigou.wire.openai_replies import Json, encode
 from pigou.wire.openai_requests import StreamOptions
 
@@ -163,6 +167,7 @@ class Responses(ChatTranslation):
         self._count = 0
         reasoning, text = fields.reasoning or ReasoningOptions(), fields.text or ResponseText()
         summary = reasoning.summary or reasoning.generate_summary
+        verbosity = {} if text.verbosity is None else {"verbosity": text.verbosity}
         self._thought = "reasoning" if summary is None else "summary"
         self._encodes = bool(fields.include)
         self._said: Json = {
@@ -172,21 +177,21 @@ class Responses(ChatTranslation):
             "previous_response_id": fields.previous_response_id, "background": False,
             "reasoning": {"effort": reasoning.effort, "summary": summary},
             "store": fields.store is not False, "top_logprobs": 0, "truncation": "disabled",
-            "text": {"format": text.format or {"type": "text"}}
-            | ({} if text.verbosity is None else {"verbosity": text.verbosity}),
+            "text": {"format": text.format or {"type": "text"}, **verbosity},
             "tools": fields.tools or [], "tool_choice": fields.tool_choice or "auto",
         }  # fmt: skip
         self.messages: list[Json] = []
         self._read_input()
         system = [{"role": "system", "content": fields.instructions}]
-        chat |= {"messages": system * (fields.instructions is not None) + self.messages}
-        chat |= {"max_completion_tokens": fields.max_output_tokens, "verbosity": text.verbosity}
-        chat |= {"reasoning_effort": reasoning.effort, **_form(text.format), **_tools(fields)}
+        chat |= {"messages": system * (fields.instructions is not None) + self.messages,
+                 "max_completion_tokens": fields.max_output_tokens, "verbosity": text.verbosity,
+                 "reasoning_effort": reasoning.effort, "response_format": _form(text.format),
+                 **_tools(fields)}  # fmt: skip
         if reasoning.effort == "none":
             switch_thinking(chat, False)
         if fields.stream_options is not None and fields.stream_options.include_obfuscation:
             raise bad_field("stream_options.include_obfuscation", "is refused: set it to false.")
-        super().__init__({name: value for name, value in chat.items() if value is not None})
+        super().__init__(chat)
 
     # --- input --------------------------------------------------------------------------------
 
@@ -217,8 +222,8 @@ class Responses(ChatTranslation):
                     message = {"role": "tool", "tool_call_id": item.get("call_id"),
                                "content": _content(item, where, "output")}  # fmt: skip
                 case kind:
-                    raise bad_field(f"{where}.type", f"is {str(kind)[:40]!r}; message, reasoning, "
-                                    "function_call and function_call_output work.")  # fmt: skip
+                    raise bad_kind(f"{where}.type", kind, "message, reasoning, function_call and "
+                                   "function_call_output work")  # fmt: skip
             if thought and message["role"] == "assistant":
                 message["reasoning_content"], thought = thought, ""
             last = self.messages[-1] if self.messages else {}
@@ -254,9 +259,8 @@ class Responses(ChatTranslation):
             return item | {"type": "message", "role": "assistant", "content": shown}
         encoded = base64.b64encode(part.text.encode()).decode()
         item |= {"type": "reasoning", "encrypted_content": encoded if self._encodes else None}
-        return item | (
-            {"summary": [], "content": shown} if kind != "summary" else {"summary": shown}
-        )
+        item["summary"] = shown if kind == "summary" else []
+        return item if kind == "summary" else item | {"content": shown}
 
     @staticmethod
     def _shown(kind: str, text: str) -> Json:
@@ -265,11 +269,7 @@ class Responses(ChatTranslation):
         return {"type": "reasoning_text" if kind == "reasoning" else "summary_text", "text": text}
 
     def _response(self, status: str, error: Json | None = None) -> Json:
-        over, cached = (
-            status != "in_progress",
-            self.tokens("prompt_tokens_details", "cached_tokens"),
-        )
-        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        cached = self.tokens("prompt_tokens_details", "cached_tokens")
         reasoning = self.tokens("completion_tokens_details", "reasoning_tokens")
         usage = {
             "input_tokens": self.tokens("prompt_tokens"),
@@ -278,10 +278,11 @@ class Responses(ChatTranslation):
             "output_tokens_details": {"reasoning_tokens": reasoning},
             "total_tokens": self.tokens("total_tokens"),
         }
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": self.id, "object": "response", "created_at": self.created, "status": status,
-            "error": error, "model": self.model, "usage": usage if over else None,
-            "incomplete_details": cut,
+            "error": error, "model": self.model, "incomplete_details": cut,
+            "usage": None if status == "in_progress" else usage,
             "output": [self._item(part, "completed") for part in self.parts], **self._said,
         }  # fmt: skip
 
@@ -307,14 +308,16 @@ class Responses(ChatTranslation):
 
     def render(self, step: Step, part: ReplyPart | None = None, text: str = "") -> Iterator[bytes]:
         """Return the events of a step, in OpenAI's order."""
-        if part is None:
-            if step == "end":
-                response = self.result()
-                yield self._event(response["status"], response=response)
-                return
+        if step == "begin":
             for kind in ("created", "in_progress"):
                 yield self._event(kind, response=self._response("in_progress"))
-            return
+        elif part is None:
+            response = self.result()
+            yield self._event(response["status"], response=response)
+        else:
+            yield from self._part_events(step, part, text)
+
+    def _part_events(self, step: Step, part: ReplyPart, text: str) -> Iterator[bytes]:
         kind = self._kind(part)
         prefix, said, holder = _NAMES[kind]
         at: Json = {"item_id": f"{prefix}_{self.id[5:]}_{part.index}", "output_index": part.index}
@@ -343,11 +346,11 @@ class Responses(ChatTranslation):
         yield self._event("failed", response=self._response("failed", said))
 
 
-def _form(form: Json | None) -> Json:
+def _form(form: Json | None) -> Json | None:
     if form is None or form.get("type") != "json_schema":
-        return {"response_format": form}
+        return form
     schema = {name: value for name, value in form.items() if name != "type"}
-    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    return {"type": "json_schema", "json_schema": schema}
 
 
 def _tools(fields: ResponsesRequest) -> Json:
@@ -355,33 +358,30 @@ def _tools(fields: ResponsesRequest) -> Json:
     for index, tool in enumerate(fields.tools or ()):
         function = dict(tool)
         if (kind := function.pop("type", None)) != "function":
-            raise bad_field(f"tools[{index}].type", f"is {str(kind)[:40]!r}; hosted tools are not "
-                            "supported: use functions.")  # fmt: skip
-        tools.append({"type": "function", "function": function})
+            raise bad_kind(
+                f"tools[{index}].type", kind, "hosted tools are not supported: use functions"
+            )
+        tools.append(function_tool(function))
     if isinstance(choice, dict):
         if (kind := choice.get("type")) != "function":
-            raise bad_field("tool_choice.type", f"is {str(kind)[:40]!r}; function works.")
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
+            raise bad_kind("tool_choice.type", kind, "function works")
+        choice = function_tool({"name": choice.get("name")})
     return {"tools": tools or None, "tool_choice": choice}
 
 
 def _content(item: Json, where: str, name: str = "content") -> Any:
-    content = item.get(name)
-    if not isinstance(content, list):
-        return content
-    parts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in ("input_text", "output_text"):
-            parts.append({"type": "text", "text": part.get("text")})
-        elif kind == "input_image" and isinstance(url := part.get("image_url"), str):
-            parts.append({"type": "image_url", "image_url": {"url": url}})
-        elif kind in ("text", "refusal"):
-            parts.append(part)
-        else:
-            raise bad_field(f"{where}.{name}", f"has a part of type {str(kind)[:40]!r}; "
-                            "input_text works.")  # fmt: skip
-    return parts
+    return translate_parts(item.get(name), _chat_part, f"{where}.{name}", "part", "input_text")
+
+
+def _chat_part(part: Any) -> Json | None:
+    match part:
+        case {"type": "input_text" | "output_text"}:
+            return text_part(part.get("text"))
+        case {"type": "input_image", "image_url": str(url)}:
+            return image_part(url)
+        case {"type": "text" | "refusal"}:
+            return dict(part)
+    return None
 
 
 def _thought(item: Json, where: str) -> str:

@@ -15,7 +15,7 @@ import msgspec
 
 from pigou.request import Grammar
 from pigou.small_file import is_deep
-from pigou.wire.errors import APIError, bad_field, bad_request
+from pigou.wire.errors import APIError, bad_field, bad_kind, bad_request, check_count
 from pigou.wire.openai_requests import ChatRequest, GenerationRequest, StructuredOutputs
 
 Schema: TypeAlias = dict[str, Any]
@@ -211,11 +211,7 @@ def _structured(name: str, value: Any, wanted: StructuredOutputs, flexible: bool
             raise bad_field(
                 "structured_outputs.choice", "must hold at least one string, none of them empty."
             )
-        if len(value) > MAX_CHOICES:
-            raise bad_field(
-                "structured_outputs.choice",
-                f"has {len(value)} strings; at most {MAX_CHOICES} work.",
-            )
+        check_count("structured_outputs.choice", len(value), MAX_CHOICES, "strings")
         return _bounded(Grammar("choice", _text(value)), field)
     if name in ("regex", "grammar"):
         bounded = _bounded(Grammar("regex" if name == "regex" else "grammar", value), field)
@@ -257,11 +253,7 @@ def _json_grammar(
         raise bad_field(
             "structured_outputs", "has whitespace_pattern and disable_any_whitespace; keep one."
         )
-    if len(pattern) > MAX_PATTERN:
-        raise bad_field(
-            "structured_outputs.whitespace_pattern",
-            f"has {len(pattern)} characters; at most {MAX_PATTERN} work.",
-        )
+    check_count("structured_outputs.whitespace_pattern", len(pattern), MAX_PATTERN, "characters")
     base = Grammar("json_object") if schema is None else schema_grammar(schema, field)
     return Grammar(base.kind, base.source, True, pattern)
 
@@ -322,11 +314,9 @@ def tool_use(request: ChatRequest) -> ToolUse | None:
         return None
     functions = _functions(request.tools or [])
     mode, named = _mode(request.tool_choice, functions, bool(request.tools))
-    if mode == "none":
-        return None
     names = tuple(functions)
-    if mode == "auto":
-        return ToolUse("auto", names)
+    if mode in ("auto", "none"):
+        return ToolUse("auto", names) if mode == "auto" else None
     if request.response_format is not None and request.response_format.type != "text":
         raise _conflict("response_format")
     if request.structured_outputs is not None:
@@ -339,13 +329,12 @@ def tool_use(request: ChatRequest) -> ToolUse | None:
 
 
 def _functions(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    if len(tools) > MAX_TOOLS:
-        raise bad_field("tools", f"has {len(tools)} entries; at most {MAX_TOOLS} work.")
+    check_count("tools", len(tools), MAX_TOOLS, "entries")
     by_name: dict[str, dict[str, Any]] = {}
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         if (kind := tool.get("type")) != "function":
-            raise bad_field(f"{where}.type", f"is {str(kind)[:40]!r}; tools of type function work.")
+            raise bad_kind(f"{where}.type", kind, "tools of type function work")
         function = _object(tool.get("function"))
         name = function.get("name")
         if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
@@ -361,14 +350,12 @@ def _functions(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _mode(choice: Any, functions: dict[str, Any], given: bool) -> tuple[str, str]:
-    if choice is None:
+    if choice is None or choice == "auto":
         return ("auto" if given else "none"), ""
-    if isinstance(choice, str) and choice in ("auto", "required"):
-        if choice == "auto" and not given:
-            return "none", ""
+    if choice == "required":
         if not given:
-            raise bad_field("tool_choice", f"is {choice!r}, and tools is missing.")
-        return choice, ""
+            raise bad_field("tool_choice", "is 'required', and tools is missing.")
+        return "required", ""
     name = _object(_object(choice).get("function")).get("name")
     if _object(choice).get("type") != "function" or not name:
         raise bad_field(
@@ -389,24 +376,11 @@ def _calls(functions: dict[str, dict[str, Any]], max_calls: int) -> dict[str, An
     items, definitions = [], {}
     for number, (name, function) in enumerate(functions.items()):
         definitions[f"tool{number}"] = _parameters(function, f"/$defs/tool{number}")
-        items.append(
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": name},
-                    "arguments": {"$ref": f"#/$defs/tool{number}"},
-                },
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
-    return {
-        "$defs": definitions,
-        "type": "array",
-        "items": {"anyOf": items},
-        "minItems": 1,
-        "maxItems": max_calls,
-    }
+        fields = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/tool{number}"}}
+        items.append({"type": "object", "properties": fields, "required": [*fields],
+                      "additionalProperties": False})  # fmt: skip
+    return {"$defs": definitions, "type": "array", "items": {"anyOf": items}, "minItems": 1,
+            "maxItems": max_calls}  # fmt: skip
 
 
 def _parameters(function: dict[str, Any], root: str) -> dict[str, Any]:
