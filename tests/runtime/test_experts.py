@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from tests.lib.examples import examples
 from torch import Tensor
 
@@ -24,7 +26,7 @@ from pigou.runtime.models.experts import (
     adopt_experts,
 )
 from pigou.runtime.models.linear import Linear
-from pigou.runtime.models.weights import WeightSource, dequantise_mxfp4
+from pigou.runtime.models.weights import Weights, WeightSource
 from pigou.runtime.ops import KernelOps, TorchOps
 from reference import report
 
@@ -220,16 +222,13 @@ def test_adopted_experts_choose_and_compute_as_transformers(
     )
 
 
-def test_mxfp4_is_dequantised_as_by_transformers() -> None:
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    generator = torch.Generator().manual_seed(0)
-    blocks = torch.randint(0, 256, (2, 6, 3, 16), generator=generator).to(torch.uint8)
-    scales = torch.randint(120, 134, (2, 6, 3), generator=generator).to(torch.uint8)
-    theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
-    ours = dequantise_mxfp4(blocks, scales, torch.bfloat16)
-    assert torch.equal(ours.mT, theirs)
-    one = torch.zeros(1, 16, dtype=torch.uint8)
-    one[0, 0] = 0x9F  # low nibble first: -6, then -0.5
-    values = dequantise_mxfp4(one, torch.tensor([128], dtype=torch.uint8), torch.float32)
-    assert values[:3].tolist() == [-12.0, -1.0, 0.0]
+def test_mxfp4_experts_are_read_as_their_format_says(tmp_path: Path) -> None:
+    blocks, scales = torch.zeros(2, 6, 3, 16).byte(), torch.full((2, 6, 3), 127).byte()
+    blocks[1, 5, 2, 0], scales[1, 5, 2] = 0x9F, 128  # low nibble first: -6, then -0.5
+    tensors = {"experts.down_proj_blocks": blocks, "experts.down_proj_scales": scales}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with Weights(tmp_path, torch.float32, torch.device("cpu")) as weights:
+        taken = weights.take_all()["experts.down_proj"]
+    wanted = torch.zeros(2, 96, 6)
+    wanted[1, 64, 5], wanted[1, 65, 5] = -12.0, -1.0
+    assert torch.equal(taken, wanted)

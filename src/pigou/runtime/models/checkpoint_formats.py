@@ -35,7 +35,7 @@ def check_method(quantisation: Quantisation) -> None:
 
 
 def read_matrix(
-    find: Callable[[str], Tensor | None], module: str, shape: tuple[int, int],
+    find: Callable[[str], Tensor | None], module: str, shape: tuple[int, ...],
     quantisation: Quantisation,
 ) -> WeightMatrix:  # fmt: skip
     """Return a quantised module's weight; raises ModelError if its tensors do not fit.
@@ -58,7 +58,7 @@ def read_matrix(
 
 
 def _read(
-    find: Callable[[str], Tensor | None], module: str, shape: tuple[int, int],
+    find: Callable[[str], Tensor | None], module: str, shape: tuple[int, ...],
     quantisation: Quantisation, weight: Tensor, scales: Tensor,
 ) -> WeightMatrix:  # fmt: skip
     (outputs, inputs), method = shape, quantisation.method

@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -27,12 +25,6 @@ _SIZES = {
     "num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length",
     "max_position_embeddings": "context_length", "rope_theta": "rope.freq_base",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-}  # fmt: skip
-_NAMES = {
-    "embed_tokens": "token_embd", "lm_head": "output", "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm", "q_proj": "attn_q", "k_proj": "attn_k",
-    "v_proj": "attn_v", "o_proj": "attn_output", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm",
-    "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "norm": "output_norm",
 }  # fmt: skip
 _FREQUENCIES = "rope_freqs.weight"
 _CONTROL, _DEFINED = 3, 4  # token types of added tokens
@@ -160,18 +152,21 @@ class GGUFWeights(WeightSource):
         self, folder: Path, dtype: torch.dtype, device: torch.device, quantization: str = "auto"
     ) -> None:
         """Open the file of a folder made by `gguf_folder`."""
+        from gguf import MODEL_ARCH, get_tensor_name_map
+
         super().__init__(dtype, device, quantization)
         self._folder = folder
         reader = _open(folder / GGUF)
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         family = reader.fields["general.architecture"].contents()
+        layers = reader.fields[f"{family}.block_count"].contents()
+        self._names = get_tensor_name_map(MODEL_ARCH[family.upper()], layers)
         keys = ("attention.head_count", "attention.head_count_kv")
         heads = [reader.fields.get(f"{family}.{key}") for key in keys]
-        #: Heads whose rows llama.cpp interleaves for its rotary embedding.
-        self._heads = {}
+        self._heads = {}  # heads whose rows llama.cpp interleaves for its rotary embedding
         if family == "llama" and heads[0] is not None:
-            counts = [heads[0].contents(), (heads[1] or heads[0]).contents()]
-            self._heads = dict(zip(("attn_q", "attn_k"), counts, strict=True))
+            self._heads["attn_q"] = heads[0].contents()
+            self._heads["attn_k"] = (heads[1] or heads[0]).contents()
         self._taken = {_FREQUENCIES}
 
     def __contains__(self, name: str) -> bool:
@@ -182,10 +177,10 @@ class GGUFWeights(WeightSource):
         from gguf import dequantize
 
         tensor = self._find(name, shape)
-        numbers = torch.from_numpy(
-            np.array(dequantize(tensor.data, tensor.tensor_type)).reshape(shape)
+        numbers = np.array(dequantize(tensor.data, tensor.tensor_type)).reshape(shape)
+        return self._ordered(name, torch.from_numpy(numbers)).to(
+            device=self.device, dtype=self.dtype
         )
-        return self._ordered(name, numbers).to(device=self.device, dtype=self.dtype)
 
     def matrix(self, module: str, outputs: int, inputs: int) -> WeightMatrix:
         """Return a module's weight; Q8_0 as it is."""
@@ -199,24 +194,14 @@ class GGUFWeights(WeightSource):
         codes, scales = self._ordered(name, codes), self._ordered(name, scales)
         return WeightMatrix(codes, scales, 32).to(self.device)
 
-    def __enter__(self) -> GGUFWeights:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
-        """Raise if a tensor was not taken."""
-        left = sorted(self._tensors.keys() - self._taken)
-        if kind is None and left:
+    def check_taken(self) -> None:
+        """Raise ModelError if a tensor was not taken."""
+        if left := sorted(self._tensors.keys() - self._taken):
             raise ModelError(f"{self._folder / GGUF}: unexpected tensor {left[0]!r}")
 
     def _name(self, name: str) -> str:
         """Return the file's name of a tensor."""
-        module, _, part = name.rpartition(".")
-        layer = re.search(r"layers\.(\d+)\.", name)
-        own = _NAMES.get(module.rpartition(".")[2], module)
-        return f"blk.{layer[1]}.{own}.{part}" if layer else f"{own}.{part}"
+        return self._names.get_name(name, (".weight", ".bias")) or name
 
     def _find(self, name: str, shape: tuple[int, ...]) -> Any:
         own = self._name(name)

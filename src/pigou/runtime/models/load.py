@@ -162,38 +162,40 @@ def load(
     folder = find_model(model) if gguf is None else gguf_folder(gguf)
     if gguf is not None and group is not None:
         raise ModelError(f"{gguf}: ranks share safetensors alone; give tensor_parallel_size 1")
+    described = None
     if _implementation(folder, implementation) == "transformers":
         if group is not None:
             raise ModelError(f"{folder}: ranks share models of the pigou implementation alone")
-        return _load_transformers(str(model), folder, dtype, device, (quantization, kv_dtype))
-    config = read_config(folder)
-    chosen = _dtype(dtype, config)
-    torch_device = _device(device)
+        from pigou.runtime.models import transformers_decoder as theirs
+
+        described = theirs.read_causal_model(folder)
+    config = read_config(folder) if described is None else described.config
+    chosen, torch_device = _dtype(dtype, config), _device(device)
     ops = KernelOps() if torch_device.type == "cpu" else TorchOps()
     shard = None if group is None else Shard(config, group.rank, group.size)
-    part = None if shard is None else shard.part
     make_loads = expert_loads(config, group, expert_parallel)
-    source: Weights | GGUFWeights = (
-        Weights(folder, chosen, torch_device, part, quantization)
-        if gguf is None
-        else GGUFWeights(folder, chosen, torch_device, quantization)
-    )
-    with torch.inference_mode(), source as weights:
-        decoder = load_decoder(config if shard is None else shard.config, weights, ops, make_loads)
-    if group is not None:
-        share(decoder, group)
+    if described is not None:
+        with torch.inference_mode(), Weights(folder, chosen, torch_device, quantization) as weights:
+            decoder: DecoderModel = theirs.load_transformers(described, weights, ops)
+    else:
+        part = None if shard is None else shard.part
+        source = (
+            Weights(folder, chosen, torch_device, quantization, part)
+            if gguf is None
+            else GGUFWeights(folder, chosen, torch_device, quantization)
+        )
+        with torch.inference_mode(), source:
+            own = load_decoder(config if shard is None else shard.config, source, ops, make_loads)
+        if group is not None:
+            share(own, group)
+        decoder = own
     if torch_device.type == "cpu":
         keep_memory()
+    if described is not None:
+        quantization += " transformers"
+    digest = digest_model(folder, quantization, kv_dtype)
     return LoadedModel(
-        name=str(model),
-        folder=folder,
-        digest=digest_model(folder, quantization, kv_dtype),
-        config=config,
-        decoder=decoder,
-        dtype=chosen,
-        device=torch_device,
-        kv_dtype=kv_dtype,
-        shard=shard,
+        str(model), folder, digest, config, decoder, chosen, torch_device, shard, kv_dtype
     )
 
 
@@ -204,28 +206,6 @@ def _implementation(folder: Path, wanted: str) -> str:
         return choose_implementation(HfConfig(folder, read_source(folder)), wanted)
     except ConfigError as error:
         raise ModelError(str(error)) from None
-
-
-def _load_transformers(
-    name: str, folder: Path, dtype: str, device: str, formats: tuple[str, str]
-) -> LoadedModel:
-    from pigou.runtime.models.transformers_decoder import load_transformers, read_causal_model
-
-    quantization, kv_dtype = formats
-    described = read_causal_model(folder)
-    chosen, torch_device = _dtype(dtype, described.config), _device(device)
-    ops = KernelOps() if torch_device.type == "cpu" else TorchOps()
-    source = Weights(folder, chosen, torch_device, quantization=quantization)
-    with torch.inference_mode(), source as weights:
-        decoder = load_transformers(described, weights, ops)
-    if torch_device.type == "cpu":
-        keep_memory()
-    return LoadedModel(
-        name=name, folder=folder,
-        digest=digest_model(folder, f"{quantization} transformers", kv_dtype),
-        config=described.config, decoder=decoder, dtype=chosen, device=torch_device,
-        kv_dtype=kv_dtype,
-    )  # fmt: skip
 
 
 def _dtype(name: str, config: ModelConfig) -> torch.dtype:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,25 +29,19 @@ INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 #: Files to skip, as transformers does: weights under Mistral's and Meta's own names, adapters, and
 #: training leftovers.
-STRAYS = (
-    "consolidated*.safetensors",
-    "adapter_*.safetensors",
-    "*_adapter.safetensors",
-    "*_lora.safetensors",
-    "lora_*.safetensors",
-    "optimizer*.safetensors",
-    "scheduler*.safetensors",
-    "random_states*.safetensors",
-    "training_args*.safetensors",
-)
+STRAYS = [
+    f"{name}.safetensors"
+    for name in ("consolidated*", "adapter_*", "*_adapter", "*_lora", "lora_*", "optimizer*",
+                 "scheduler*", "random_states*", "training_args*")
+]  # fmt: skip
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 #: Files of a hub repository not to download.
 _OTHERS = ["*/*.json", "*/*.safetensors", "*/*.txt", *STRAYS]
 #: Tensors of some checkpoints that the configuration determines.
 _DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-#: E2M1 values by code: sign, two bits of exponent, one of mantissa.
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+#: Blocks of MXFP4 to dequantise at once: more would take memory for their codes.
+_MXFP4_ROWS = 2**20
 #: Max header bytes, by the safetensors format.
 _MAX_HEADER = 100_000_000
 
@@ -66,31 +59,20 @@ class WeightFiles:
 def find_weight_files(folder: Path) -> WeightFiles:
     """Select weight files: one file, indexed shards, complete shards, any; raises ModelError."""
     files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
-    usable = [path for path in files if not _is_stray(path.name)]
-    _mention_strays(folder, files, usable)
+    strays = [path.name for path in files if any(fnmatch(path.name.lower(), s) for s in STRAYS)]
+    usable = [path for path in files if path.name not in strays]
+    if strays:
+        log.info("%s: %s are not read: no part of the model's weights", folder, ", ".join(strays))
+    if (folder / "adapter_config.json").is_file() and usable:
+        log.warning("%s has an adapter (adapter_config.json), which is not applied: merge it into "
+                    "the weights to use it", folder)  # fmt: skip
     if (folder / WHOLE).is_file():
         return WeightFiles([folder / WHOLE])
     if (folder / INDEX).is_file():
         return _indexed(folder, usable)
     if not usable:
-        raise ModelError(_nothing(folder, [path.name for path in files]))
+        raise ModelError(_nothing(folder, strays))
     return WeightFiles(_complete_set(usable) or usable)
-
-
-def _is_stray(name: str) -> bool:
-    return any(fnmatch.fnmatch(name.lower(), pattern) for pattern in STRAYS)
-
-
-def _mention_strays(folder: Path, files: list[Path], usable: list[Path]) -> None:
-    strays = [path.name for path in files if path not in usable]
-    if strays:
-        log.info("%s: %s are not read: no part of the model's weights", folder, ", ".join(strays))
-    if (folder / "adapter_config.json").is_file() and usable:
-        log.warning(
-            "%s has an adapter (adapter_config.json), which is not applied: merge it into the "
-            "weights to use it",
-            folder,
-        )
 
 
 def _indexed(folder: Path, usable: list[Path]) -> WeightFiles:
@@ -136,10 +118,8 @@ def _nothing(folder: Path, strays: list[str]) -> str:
         return f"{text}: {strays[0]} is an adapter; merge it into its base model"
     if strays:
         return f"{text}: {', '.join(strays)} is in its maker's own; convert it"
-    torch_files = sorted(path.name for path in folder.glob("*.bin"))
-    torch_files += sorted(path.name for path in folder.glob("*.pth"))
-    if torch_files:
-        return f"{text}: {torch_files[0]} is PyTorch's; convert it (save_pretrained writes such)"
+    for path in [*sorted(folder.glob("*.bin")), *sorted(folder.glob("*.pth"))]:
+        return f"{text}: {path.name} is PyTorch's; convert it (save_pretrained writes such)"
     return text
 
 
@@ -195,16 +175,6 @@ def digest_model(folder: Path, *formats: str) -> str:
     return digest.hexdigest()
 
 
-def _read(file: Any, name: str, part: Part | None) -> Tensor:
-    if part is None:
-        tensor: Tensor = file.get_tensor(name)
-    else:
-        some = slice(part.first, part.first + part.length)
-        stored = file.get_slice(name)
-        tensor = stored[some] if part.axis == 0 else stored[:, some]
-    return tensor
-
-
 class Part(NamedTuple):
     """Part of a tensor along one axis."""
 
@@ -214,16 +184,9 @@ class Part(NamedTuple):
     whole: int  # the tensor's own length along the axis
     share: float = 1.0  # factor, for what each rank adds a share of
 
-
-def dequantise_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return weights (..., inputs) of MXFP4 blocks (..., inputs / 32, 16) and their scales.
-
-    A byte has two E2M1 values, low nibble first; a scale is a power of two, biased by 127.
-    """
-    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=blocks.device)
-    codes = torch.stack((blocks & 0xF, blocks >> 4), -1).flatten(-2).int()
-    exponents = (scales.int() - 127).unsqueeze(-1)
-    return torch.ldexp(values[codes], exponents).flatten(-2).to(dtype)
+    def uncut(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the whole tensor."""
+        return (*shape[: self.axis], self.whole, *shape[self.axis + 1 :])
 
 
 class WeightSource:
@@ -244,6 +207,17 @@ class WeightSource:
 
     def skip(self, prefix: str) -> None:
         """Let tensors whose names begin with a prefix be left unread."""
+
+    def check_taken(self) -> None:
+        """Raise ModelError if a tensor was neither taken nor skipped."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Check that all was taken, unless loading failed."""
+        if kind is None:
+            self.check_taken()
 
     def matrix(self, module: str, outputs: int, inputs: int) -> WeightMatrix:
         """Return a module's weight as stored; raises ModelError if not as expected."""
@@ -271,24 +245,20 @@ class Weights(WeightSource):
     """Tensors of safetensors files, each to be taken once; the index decides on duplicates."""
 
     def __init__(
-        self,
-        folder: Path,
-        dtype: torch.dtype,
-        device: torch.device,
-        part: Callable[[str], Part | None] | None = None,
-        quantization: str = "auto",
-    ) -> None:
+        self, folder: Path, dtype: torch.dtype, device: torch.device,
+        quantization: str = "auto", part: Callable[[str], Part | None] | None = None,
+    ) -> None:  # fmt: skip
         """Open the files; raises ModelError if one is damaged or there are none.
 
         `part` tells which part of a tensor, by its name, `take` reads; None for all of it.
         """
         super().__init__(dtype, device, quantization)
-        self._part = part
+        self._part = part or (lambda _: None)
         self._folder = folder
         self._files: dict[str, Any] = {}
+        self._converted: set[torch.dtype] = set()  # dtypes other than the model's
         self._where: dict[str, str] = {}
         self._taken: set[str] = set()
-        self._dtypes: set[torch.dtype] = set()
         keys = quantisation_of(read_config(folder)) if (folder / "config.json").is_file() else None
         self._formats = None if keys is None else Quantisation("config.json", keys, "bfloat16")
         if self._formats is not None:
@@ -307,25 +277,28 @@ class Weights(WeightSource):
     def take(self, name: str, *shape: int) -> Tensor:
         """Return a tensor in the model's dtype and device; raises ModelError if not as expected."""
         if name not in self._where:
-            raise ModelError(f"{self._folder}: tensor {name!r} is missing{self._blame(name)}")
-        file = self._files[self._where[name]]
-        part = None if self._part is None else self._part(name)
-        stored = tuple(file.get_slice(name).get_shape())
-        wanted = list(shape)
-        if part is not None:
-            wanted[part.axis] = part.whole
-        if stored != tuple(wanted):
-            raise ModelError(
-                f"{self._folder}: tensor {name!r} has shape {stored}, not {tuple(wanted)}"
-            )
-        tensor: Tensor = _read(file, name, part)
+            file = self._source.index.get(name)
+            why = f": {file} is missing, though {INDEX} names it; download it"
+            why = why if file in self._source.missing else ""
+            raise ModelError(f"{self._folder}: tensor {name!r} is missing{why}")
+        stored = self._files[self._where[name]].get_slice(name)
+        part, found = self._part(name), tuple(stored.get_shape())
+        wanted = shape if part is None else part.uncut(shape)
+        if found != wanted:
+            raise ModelError(f"{self._folder}: tensor {name!r} has shape {found}, not {wanted}")
+        cut = slice(None) if part is None else slice(part.first, part.first + part.length)
+        tensor: Tensor = stored[:, cut] if part is not None and part.axis else stored[cut]
         if tensor.dtype not in _FLOATS:
             reason = "config.json has no quantization_config for it; keep the checkpoint's"
             if self._formats is not None:
                 reason = "it is read in 16 or 32 bits only; give a checkpoint with it in bf16"
             raise ModelError(f"{self._folder}: tensor {name!r} has dtype {tensor.dtype}; {reason}")
         self._taken.add(name)
-        self._note_dtype(tensor.dtype)
+        if tensor.dtype is not self.dtype and tensor.dtype not in self._converted:
+            log.info(
+                "%s: weights in %s are converted to %s", self._folder, tensor.dtype, self.dtype
+            )
+            self._converted.add(tensor.dtype)
         if part is not None and part.share != 1:
             tensor = tensor * part.share
         return tensor.to(device=self.device, dtype=self.dtype)
@@ -341,16 +314,15 @@ class Weights(WeightSource):
 
     def _take_mxfp4(self, name: str) -> Tensor:
         """Return gpt-oss's experts in the model's dtype, (experts, inputs, outputs)."""
-        names = (f"{name}_blocks", f"{name}_scales")
-        if names[1] not in self._where:
-            raise ModelError(f"{self._folder}: tensor {names[1]!r} is missing")
-        blocks, scales = (self._files[self._where[part]].get_tensor(part) for part in names)
-        self._taken.update(names)
-        experts = [
-            dequantise_mxfp4(block, scale, self.dtype).mT
-            for block, scale in zip(blocks, scales, strict=True)
-        ]
-        return torch.stack(experts).to(self.device)
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+        blocks, scales = self._find(f"{name}_blocks"), self._find(f"{name}_scales")
+        if blocks is None or scales is None:
+            raise ModelError(f"{self._folder}: tensor '{name}_scales' is missing")
+        numbers: Tensor = convert_moe_packed_tensors(
+            blocks, scales, dtype=self.dtype, rows_per_chunk=_MXFP4_ROWS
+        )
+        return numbers.to(self.device)
 
     def matrix(self, module: str, outputs: int, inputs: int) -> WeightMatrix:
         """Return a module's weight as stored; raises ModelError if not as expected."""
@@ -358,11 +330,10 @@ class Weights(WeightSource):
         bare = module.removeprefix("model.")
         if formats is None or formats.format_of([bare]) == formats.unquantised:
             return super().matrix(module, outputs, inputs)
-        part = None if self._part is None else self._part(name)
-        shape = [outputs, inputs]
-        if part is not None:
-            shape[part.axis] = part.whole
-        matrix = read_matrix(self._find, module, (shape[0], shape[1]), formats)
+        part, shape = self._part(name), (outputs, inputs)
+        matrix = read_matrix(
+            self._find, module, shape if part is None else part.uncut(shape), formats
+        )
         if part is not None:
             cut = matrix.columns if part.axis else matrix.rows
             matrix = cut(part.first, part.first + part.length)
@@ -372,21 +343,12 @@ class Weights(WeightSource):
         if name not in self._where:
             return None
         self._taken.add(name)
-        return _read(self._files[self._where[name]], name, None)
+        tensor: Tensor = self._files[self._where[name]].get_tensor(name)
+        return tensor
 
-    def __enter__(self) -> Weights:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close the files; raise if a tensor was not taken, derived ones aside."""
+    def check_taken(self) -> None:
+        """Close the files; raise ModelError if a tensor was not taken, derived ones aside."""
         self._files.clear()
-        if kind is not None:
-            return
         left = sorted(self._where.keys() - self._taken)
         if self._formats is not None:
             left = [name for name in left if not name.endswith(UNUSED)]
@@ -401,17 +363,6 @@ class Weights(WeightSource):
                 f"{self._folder}: unexpected tensor {unknown[0]!r}{more}; config.json describes "
                 "a model without it"
             )
-
-    def _blame(self, name: str) -> str:
-        file = self._source.index.get(name)
-        if file in self._source.missing:
-            return f": {file} is missing, though {INDEX} names it; download it"
-        return ""
-
-    def _note_dtype(self, dtype: torch.dtype) -> None:
-        if dtype is not self.dtype and dtype not in self._dtypes:
-            log.info("%s: weights in %s are converted to %s", self._folder, dtype, self.dtype)
-        self._dtypes.add(dtype)
 
     def _open(self, path: Path) -> None:
         try:
