@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import psutil
@@ -85,15 +85,6 @@ def estimate_of(model: Architecture, device_name: str, tp: int = 1) -> WorkEstim
     return WorkEstimate(model, tp, device)
 
 
-class EnergyCounter(Protocol):
-    """Counts joules; `source` is `nvml` or `rapl`."""
-
-    source: str
-
-    def joules(self) -> float:
-        """Return the joules since construction."""
-
-
 class NvmlEnergy:
     """Energy counter of one NVIDIA GPU (Volta and later), in mJ, shared by all its users."""
 
@@ -152,6 +143,9 @@ class RaplEnergy:
         share = (mine - mine_before) / max(busy - busy_before, 1e-9)
         self._total += used * _MICRO * min(max(share, 0.0), 1.0)
         return self._total
+
+
+EnergyCounter: TypeAlias = NvmlEnergy | RaplEnergy
 
 
 def open_energy_counter(device: str, rapl: Path = RAPL) -> EnergyCounter | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 OnStep: TypeAlias = Callable[[StepOutput], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Add:
+class Add(msgspec.Struct, frozen=True):
     """Compute a request."""
 
     request: Request  # `remote` is set if `ticket` is
@@ -40,36 +39,31 @@ class Add:
     trace_id: str = ""  # empty if not traced
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(msgspec.Struct, frozen=True):
     """Abort a request."""
 
     request: str
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(msgspec.Struct, frozen=True):
     """Free the blocks held for another worker."""
 
     request: str
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseCached:
+class LeaseCached(msgspec.Struct, frozen=True):
     """Offer a prompt's cached blocks to another worker, computing nothing."""
 
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
-class EndLease:
+class EndLease(msgspec.Struct, frozen=True):
     """Withdraw an offer of cached blocks that was never announced."""
 
     request: str
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True):
     """A load has ended; `tokens` arrived, in `bytes` bytes of `blocks` blocks."""
 
     request: str
@@ -78,8 +72,7 @@ class Loaded:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
+class Restored(msgspec.Struct, frozen=True):
     """A load from tiers ended with its first `blocks` blocks; if `failed`, more may be stored."""
 
     request: str
@@ -87,45 +80,39 @@ class Restored:
     failed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterLoaded:
+class AdapterLoaded(msgspec.Struct, frozen=True):
     """A LoRA adapter is in its slot, unless there is an error."""
 
     adapter: str
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadDone:
+class OffloadDone(msgspec.Struct, frozen=True):
     """A move has ended; `good` marks the blocks that arrived."""
 
     move: int
     good: list[bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Recovered:
+class Recovered(msgspec.Struct, frozen=True):
     """A tier's store has these blocks from an earlier run."""
 
     tier: int
     blocks: list[Block]
 
 
-@dataclass(frozen=True, slots=True)
-class ClearCache:
+class ClearCache(msgspec.Struct, frozen=True):
     """Clear the prefix cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class SetLimits:
+class SetLimits(msgspec.Struct, frozen=True):
     """Limit running sequences and tokens per step from the next plan on."""
 
     max_seqs: int
     max_batched_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(msgspec.Struct, frozen=True):
     """Stop the thread."""
 
 
@@ -146,8 +133,7 @@ Command: TypeAlias = (
 )
 
 
-@dataclass(slots=True)
-class Gauges:
+class Gauges(msgspec.Struct):
     """Metrics of the core, written by the engine thread alone; "total" counts since the start."""
 
     running: int = 0
@@ -160,7 +146,7 @@ class Gauges:
     table_blocks: int = 0
     table_tokens: int = 0
     usage: float = 0.0
-    stats: EngineStats = field(default_factory=EngineStats)
+    stats: EngineStats = msgspec.field(default_factory=EngineStats)
     price: float = 0.0
     missing: int = 0
     steps_total: int = 0
@@ -200,8 +186,7 @@ class Gauges:
             self.price, self.missing = core.price, core.missing_entries
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     """A request that the engine refused, or that failed in it."""
 
     request: str
@@ -215,8 +200,7 @@ def failed_alone(why: str) -> str:
     return f"The engine failed on this request alone ({why}); change it before it is sent again."
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
+class Begun(msgspec.Struct, frozen=True):
     """A request took a row, first or after a preemption."""
 
     request: str
@@ -226,40 +210,28 @@ class Begun:
     loading: int = 0  # start of its block transfer; 0 if none or not traced
 
 
-@dataclass(slots=True)
-class Report:
+class Report(msgspec.Struct):
     """Everything that one step did."""
 
     now: int = 0  # end, monotonic nanoseconds
-    begun: list[Begun] = field(default_factory=list)
+    begun: list[Begun] = []
     # (request, token, logprobs if requested), in order.
-    tokens: list[tuple[str, int, RankedLogprobs | None]] = field(default_factory=list)
+    tokens: list[tuple[str, int, RankedLogprobs | None]] = []
     # (request, prompt logprobs), in order.
-    prompts: list[tuple[str, list[RankedLogprobs | None]]] = field(default_factory=list)
+    prompts: list[tuple[str, list[RankedLogprobs | None]]] = []
     # (request, pooled hidden states of its prompt), in order.
-    pooled: list[tuple[str, NDArray[np.float32]]] = field(default_factory=list)
-    finished: list[Finished] = field(default_factory=list)
+    pooled: list[tuple[str, NDArray[np.float32]]] = []
+    finished: list[Finished] = []
     # `kv_transfer_params` of held blocks, by request.
-    tickets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tickets: dict[str, dict[str, Any]] = {}
     # the same of cached blocks; None without any.
-    leases: dict[str, dict[str, Any] | None] = field(default_factory=dict)
-    failed: list[Failed] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(default_factory=list)  # KV events in wire format
+    leases: dict[str, dict[str, Any] | None] = {}
+    failed: list[Failed] = []
+    events: list[dict[str, Any]] = []  # KV events in wire format
     computed: int = 0  # tokens per step of the plan; 0 in reports between its steps
     steps: int = 0
     # prefill chunks of traced requests: (request, begin, end, tokens), times as `now`.
-    chunks: list[tuple[str, int, int, int]] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(
-            self.begun
-            or self.tokens
-            or self.prompts
-            or self.finished
-            or self.failed
-            or self.events
-            or self.leases
-        )
+    chunks: list[tuple[str, int, int, int]] = []
 
 
 class Backend(Protocol):

@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -52,8 +52,6 @@ from pigou.worker.kv_transfer.connector import Transfers
 from pigou.worker.kv_transfer.transfer_params import hash_text
 
 log = logging.getLogger(__name__)
-#: Computed prompt chunk: request, begin and end in monotonic nanoseconds, tokens.
-PromptChunk = tuple[str, int, int, int]
 
 
 class EngineThread:
@@ -72,7 +70,7 @@ class EngineThread:
         self._adds: dict[str, Add] = {}
         self._tokens: dict[str, list[int]] = {}
         self._loaded: dict[str, int] = {}
-        self._traced = TracedPrompts()
+        self._traced: dict[str, int] = {}  # start of the load of traced requests; 0 for none
         self._entries: list[str] = []
         self._left = 0
         self._owner: dict[int, str] = {}
@@ -173,15 +171,9 @@ class EngineThread:
         self._added += 1
         try:
             self._backend.add(
-                request.id,
-                add.tokens,
-                add.params,
-                seed=add.seed,
-                resume=add.generated,
-                hashes=request.hashes,
-                grammar=add.grammar,
-                adapter=request.model,
-            )
+                request.id, add.tokens, add.params, seed=add.seed, resume=add.generated,
+                hashes=request.hashes, grammar=add.grammar, adapter=request.model,
+            )  # fmt: skip
         except ValueError as error:
             self._refuse(add, 400, str(error))
             return
@@ -201,7 +193,8 @@ class EngineThread:
             if add.ticket is not None and not request.remote:
                 self.transfers.decline(add.ticket)
             self._adds[request.id] = add
-            self._traced.add(add)
+            if add.trace_id:
+                self._traced[request.id] = 0
             self._tokens[request.id] = list(add.tokens)
 
     def _refuse(self, add: Add, status: int, message: str, type: str = "") -> None:
@@ -278,9 +271,11 @@ class EngineThread:
         self.heartbeat.work(plan.tokens * plan.repeat)
         self._entries = [self._owner[row] for row in plan.rows.tolist()]
         result = self._backend.execute(plan, self._on_step)
-        if self._traced:
+        if self._traced and plan.chunk_tokens:
             end_ns = time.monotonic_ns()
-            self._out.chunks += self._traced.chunks(plan, self._entries, now, end_ns)
+            for request, tokens in zip(self._entries, plan.counts.tolist(), strict=True):
+                if tokens > 1 and request in self._traced:
+                    self._out.chunks.append((request, now, end_ns, tokens))
         self.heartbeat.work()
         self.heartbeat.steps += result.steps
         self.gauges.count_steps(plan, result)
@@ -313,10 +308,11 @@ class EngineThread:
         for started in plan.started:
             self._owner[started.row] = started.request
             loaded = self._loaded.get(started.request, 0)
-            loading = self._traced.loading(started.request)
+            loading = self._traced.get(started.request, 0)
             self._out.begun.append(Begun(started.request, started.computed, loaded, now, loading))
         for load in plan.loads:
-            self._traced.load(load.request, now)
+            if self._traced.get(load.request) == 0:
+                self._traced[load.request] = now
             if load.row >= 0:  # else it is a recall for an absent session
                 self._owner[load.row] = load.request
             if len(load.tiers):
@@ -366,7 +362,7 @@ class EngineThread:
             self._offer(finished, add)
         self._tokens.pop(request, None)
         self._loaded.pop(request, None)
-        self._traced.drop(request)
+        self._traced.pop(request, None)
         self._backend.drop(request)
         self._out.finished.append(finished)
 
@@ -406,46 +402,3 @@ class EngineThread:
         out.now = time.monotonic_ns()
         self.gauges.read_load(self._core, self._added)
         self._report(out)
-
-
-class TracedPrompts:
-    """Traced requests in the engine; false if empty."""
-
-    def __init__(self) -> None:
-        self._loading: dict[str, int] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._loading)
-
-    def add(self, add: Add) -> None:
-        """Track a request if it is traced."""
-        if add.trace_id:
-            self._loading[add.request.id] = 0
-
-    def drop(self, request: str) -> None:
-        """Forget a finished request."""
-        self._loading.pop(request, None)
-
-    def load(self, request: str, now_ns: int) -> None:
-        """Record that a request's blocks are being loaded."""
-        if self._loading.get(request) == 0:
-            self._loading[request] = now_ns
-
-    def loading(self, request: str) -> int:
-        """Return when a request's load began; 0 if none or not traced."""
-        return self._loading.get(request, 0)
-
-    def chunks(
-        self, plan: Plan, entries: Sequence[str], start_ns: int, end_ns: int
-    ) -> list[PromptChunk]:
-        """Return a plan's traced prompt chunks; `start_ns` is when its first step began."""
-        chunks: list[PromptChunk] = []
-        if len(plan.drafts):
-            return chunks
-        for entry in range(len(plan.counts) - 1, -1, -1):
-            tokens = plan.counts.item(entry)
-            if tokens <= 1:
-                break
-            if entries[entry] in self._loading:
-                chunks.append((entries[entry], start_ns, end_ns, tokens))
-        return chunks

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pigou.request import Grammar
 from pigou.runtime.step_output import GrammarError, described, is_contained
@@ -46,19 +46,6 @@ TRIAL_SECONDS = 60.0
 
 class CompileQueueFull(Exception):
     """Raised if too many grammars are queued."""
-
-
-class Trials(Protocol):
-    """Tries grammars in isolation."""
-
-    def try_grammar(self, grammar: Grammar) -> None:
-        """Raise ValueError if a grammar is invalid or too slow."""
-
-    def kill(self) -> None:
-        """Abort the running trial."""
-
-    def close(self) -> None:
-        """Stop."""
 
 
 class GrammarSource:
@@ -94,7 +81,10 @@ class GrammarCompilePool(GrammarSource):
     """Compiles grammars on a few threads, one per tenant, round-robin. Event loop only."""
 
     def __init__(
-        self, grammars: Callable[[], Grammars], trials: Callable[[], Trials], threads: int = THREADS
+        self,
+        grammars: Callable[[], Grammars],
+        trials: Callable[[], GrammarSandbox],
+        threads: int = THREADS,
     ) -> None:
         self._make = grammars
         self._grammars: Grammars | None = None
@@ -151,13 +141,15 @@ class GrammarCompilePool(GrammarSource):
         if (queued := self.queued) >= MAX_QUEUED:
             raise CompileQueueFull(f"{queued} wait to be compiled")
 
-    def _done(self, tenant: str, trials: Trials, work: asyncio.Task[list[GrammarState]]) -> None:
+    def _done(
+        self, tenant: str, trials: GrammarSandbox, work: asyncio.Task[list[GrammarState]]
+    ) -> None:
         if not work.cancelled():
             work.exception()  # the client may be gone
         self._idle.append(trials)
         self._turns.give_back(tenant)
 
-    async def _compile(self, job: _Job, trials: Trials) -> list[GrammarState]:
+    async def _compile(self, job: _Job, trials: GrammarSandbox) -> list[GrammarState]:
         loop = asyncio.get_running_loop()
         try:
             grammars = self._grammars
@@ -193,7 +185,7 @@ class GrammarCompilePool(GrammarSource):
             self._refused.popitem(last=False)
 
 
-def _compile(grammars: Grammars, job: _Job, trials: Trials) -> list[GrammarState]:
+def _compile(grammars: Grammars, job: _Job, trials: GrammarSandbox) -> list[GrammarState]:
     if job.left:
         raise ValueError("the client is gone")
     try:
