@@ -123,10 +123,9 @@ class WorkerServer:
         if self._tracer is not None and self._tracer.exporter is not None:
             self._metrics.scrape(partial(exporter_families, self._tracer.exporter))
         routes = Routes(
-            model, self._intake, self._service,
-            max_body=config.max_body, events=self._events, about=about,
+            model, self._intake, self._service, config, events=self._events, about=about,
             heartbeat=self.engine.heartbeat, background=self._background, tiers=self._tiers,
-            unknown_fields=config.unknown_fields, secret=secret, tracer=self._tracer,
+            secret=secret, tracer=self._tracer,
         )  # fmt: skip
         app = routes.application()
         if parts.experts is not None:

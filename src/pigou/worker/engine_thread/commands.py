@@ -117,20 +117,9 @@ class Stop(msgspec.Struct, frozen=True):
 
 
 Command: TypeAlias = (
-    Add
-    | Abort
-    | Release
-    | LeaseCached
-    | EndLease
-    | Loaded
-    | Restored
-    | AdapterLoaded
-    | OffloadDone
-    | Recovered
-    | ClearCache
-    | SetLimits
-    | Stop
-)
+    Add | Abort | Release | LeaseCached | EndLease | Loaded | Restored | AdapterLoaded | OffloadDone
+    | Recovered | ClearCache | SetLimits | Stop
+)  # fmt: skip
 
 
 class Gauges(msgspec.Struct):
@@ -241,17 +230,10 @@ class Backend(Protocol):
         """Call `beat` while a step progresses, at least once a second if possible."""
 
     def add(
-        self,
-        request: str,
-        tokens: list[int],
-        params: SamplingParams,
-        *,
-        seed: bytes,
-        resume: int = 0,
-        hashes: BlockHashes | None = None,
-        grammar: GrammarState | None = None,
+        self, request: str, tokens: list[int], params: SamplingParams, *, seed: bytes,
+        resume: int = 0, hashes: BlockHashes | None = None, grammar: GrammarState | None = None,
         adapter: str = "",
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Add a request before it is planned.
 
         `hashes` are those the core knows, None for all full blocks; `grammar` is the state after

@@ -123,35 +123,21 @@ class Reply:
         if self.options.scores_only:
             self.end(sequence, "length")  # sampled by the scoring step: not output
             return True
-        choice = sequence.choice
+        choice, message, delta = sequence.choice, sequence.message, None
         text = choice.take(token)
         ended = choice.finish is not None
-        if sequence.message is not None:
-            return self._take_parsed(sequence, token, text, report)
-        if self._text_only and not ended and sequence.opened:
+        if message is not None:
+            delta = message.feed(text, ended)
+        elif self._text_only and not ended and sequence.opened:
             self._frames.append(self._stream.text(sequence.index, text))
             self._wake.set()
             return False
         if report is not None and sequence.explainer is not None:
             sequence.logprobs.append(sequence.explainer.explain(report))
-        if self.options.stream:
-            self._chunk(sequence, text, [token])
-        else:
+        if not self.options.stream:
             sequence.text.append(text)
-        if ended:
-            self._close()
-        return ended
-
-    def _take_parsed(
-        self, sequence: ReplySequence, token: int, text: str, report: Report | None
-    ) -> bool:
-        assert sequence.message is not None
-        ended = sequence.choice.finish is not None
-        delta = sequence.message.feed(text, ended)
-        if report is not None and sequence.explainer is not None:
-            sequence.logprobs.append(sequence.explainer.explain(report))
         # One chunk per token, so that a stream can be resumed elsewhere between chunks.
-        if self.options.stream and (delta or ended or not self.options.bare):
+        elif delta != {} or ended or not self.options.bare:
             self._chunk(sequence, text, [token], delta)
         if ended:
             self._close()
@@ -191,6 +177,13 @@ class Reply:
         """True if the reply is complete."""
         return self.error is not None or (self.open == 0 and not self._keep_blocks)
 
+    async def complete(self) -> None:
+        """Wait for the end; raises the error that ended the reply."""
+        while not self.done:
+            await self.wait()
+        if self.error is not None:
+            raise self.error
+
     async def wait(self) -> None:
         """Wait for stream frames or the end."""
         await self._wake.wait()
@@ -227,28 +220,15 @@ class Reply:
 
     def body(self) -> bytes:
         """Return the JSON body of a non-streamed reply."""
-        if self.options.chat:
-            first = self.sequences[0]
-            return openai_replies.whole(
-                "chat.completion",
-                self.id,
-                self.created,
-                self.model,
-                [self._chat_choice(sequence) for sequence in self.sequences],
-                usage=self.usage(),
-                ticket=self.ticket,
-                prompt_logprobs=_prompt_logprobs(first),
-                prompt_token_ids=first.prompt if self.options.token_ids else None,
-            )
+        chat, first = self.options.chat, self.sequences[0]
+        ids = first.prompt if self.options.token_ids else None
+        prompt = {"prompt_logprobs": _prompt_logprobs(first), "prompt_token_ids": ids}
+        choice = self._chat_choice if chat else self._completion_choice
         return openai_replies.whole(
-            "text_completion",
-            self.id,
-            self.created,
-            self.model,
-            [self._completion_choice(sequence) for sequence in self.sequences],
-            usage=self.usage(),
-            ticket=self.ticket,
-        )
+            "chat.completion" if chat else "text_completion", self.id, self.created, self.model,
+            [choice(sequence) for sequence in self.sequences],
+            usage=self.usage(), ticket=self.ticket, **(prompt if chat else {}),
+        )  # fmt: skip
 
     # --- details ----------------------------------------------------------------------------
 
@@ -271,8 +251,8 @@ class Reply:
         if options.logprobs:
             taken, sequence.logprobs = sequence.logprobs, []
             logprobs = self._logprobs(sequence, taken)
-        if first and options.echo is not None and not options.resumed:
-            text = options.echo[sequence.index // options.per_prompt] + text
+        if first:
+            text = self._echo(sequence) + text
         chunk = ReplyChunk(
             text=text,
             delta=delta,
@@ -287,6 +267,11 @@ class Reply:
         self._frames.append(self._stream.chunk(sequence.index, chunk))
         self._wake.set()
 
+    def _echo(self, sequence: ReplySequence) -> str:
+        """Return the text before a sequence's output."""
+        echo, options = self.options.echo, self.options
+        return "" if echo is None or options.resumed else echo[sequence.index // options.per_prompt]
+
     def _logprobs(self, sequence: ReplySequence, taken: list[LogprobsEntry]) -> Json:
         if self.options.chat:
             return openai_replies.chat_logprobs(taken)
@@ -296,9 +281,7 @@ class Reply:
 
     def _completion_choice(self, sequence: ReplySequence) -> Json:
         choice, options = sequence.choice, self.options
-        text = "".join(sequence.text)
-        if options.echo is not None and not options.resumed:
-            text = options.echo[sequence.index // options.per_prompt] + text
+        text = self._echo(sequence) + "".join(sequence.text)
         return openai_replies.choice(
             sequence.index,
             {"text": text},

@@ -54,6 +54,7 @@ from pigou.wire.openai_requests import (
 from pigou.wire.request_validation import REQUEST_ID_HEADER, request_id
 from pigou.wire.responses import Responses, ResponseStore, answer_stored
 from pigou.wire.sse import DONE, frame
+from pigou.worker.config import WorkerConfig
 from pigou.worker.engine_thread.engine_client import EngineClient
 from pigou.worker.engine_thread.heartbeat import Heartbeat
 from pigou.worker.engine_thread.kv_event_publisher import EventPublisher
@@ -86,34 +87,18 @@ class Routes:
     """All routes of a worker."""
 
     def __init__(
-        self,
-        model: ServedModel,
-        intake: InputProcessor,
-        service: EngineClient,
-        *,
-        max_body: int,
-        events: EventPublisher | None,
-        about: dict[str, Any],
-        heartbeat: Heartbeat,
-        background: Background,
-        tiers: OffloadConnector | None = None,
-        unknown_fields: str = "warn",
-        secret: FleetSecret | None = None,
-        tracer: Tracer | None = None,
-    ) -> None:
-        self._unknown = UnknownFields(unknown_fields, log.warning)
-        self._secret = secret
-        self._tracer = tracer
-        self._tiers = tiers
-        self._heartbeat = heartbeat
-        self._background = background
-        self._model = model
-        self._intake = intake
-        self._service = service
-        self._events = events
-        self._about = about
-        self._max_body = max_body
-        self._bodies = Bodies(max_body, model.limits.max_model_len)
+        self, model: ServedModel, intake: InputProcessor, service: EngineClient,
+        config: WorkerConfig, *, events: EventPublisher | None, about: dict[str, Any],
+        heartbeat: Heartbeat, background: Background, tiers: OffloadConnector | None = None,
+        secret: FleetSecret | None = None, tracer: Tracer | None = None,
+    ) -> None:  # fmt: skip
+        self._unknown = UnknownFields(config.unknown_fields, log.warning)
+        self._secret, self._tracer, self._tiers = secret, tracer, tiers
+        self._heartbeat, self._background = heartbeat, background
+        self._model, self._intake, self._service = model, intake, service
+        self._events, self._about = events, about
+        self._max_body = config.max_body
+        self._bodies = Bodies(config.max_body, model.limits.max_model_len)
         self._responses = ResponseStore(time.monotonic)
 
     def application(self) -> web.Application:
@@ -184,7 +169,7 @@ class Routes:
         translation = await self._bodies.read(request, translate)
         return await self._parse_and_reply(request, ChatRequest, self._intake.chat, translation)
 
-    async def pooled(self, request: web.Request) -> web.Response:
+    async def pooled(self, request: web.Request) -> web.StreamResponse:
         """Answer a request for embeddings, scores, or a ranking."""
         kind = _POOLED[request.path]
         parsed = await self._bodies.read(request, partial(known, kind))
@@ -193,17 +178,8 @@ class Routes:
         with ReplyTrace(self._tracer, request.headers) as spans:
             reply = await self._intake.completion(prompts, id, fleet_tenant(), spans.trace)
             spans.take(reply)
-            try:
-                while not reply.done:
-                    await reply.wait()
-                if reply.error is not None:
-                    raise reply.error
-            finally:
-                self._service.cancel(reply)
-                _describe(reply, spans.trace_id)
-        response = _json(pooling_reply(wanted, reply))
-        response.headers.update(headers)
-        return response
+            render = partial(pooling_reply, wanted)
+            return await self._send(request, reply, headers, spans.trace_id, render)
 
     async def stored_response(self, request: web.Request) -> web.Response:
         """Answer for a stored response."""
@@ -239,24 +215,25 @@ class Routes:
             reply = await begin(wanted, id, fleet_tenant(), spans.trace)
             headers |= shown
             spans.take(reply)
-            return await self._send(request, reply, headers, spans.trace_id, translation)
+            if translation is None:
+                return await self._send(request, reply, headers, spans.trace_id, Reply.body)
+            return await self._send(
+                request, reply, headers, spans.trace_id,
+                lambda reply: translation.whole(reply.body()), translation.feed,
+            )  # fmt: skip
 
     async def _send(
         self, request: web.Request, reply: Reply, headers: dict[str, str], trace_id: str,
-        translation: ChatTranslation | None,
+        render: Callable[[Reply], bytes], feed: Callable[[bytes], bytes] = bytes,
     ) -> web.StreamResponse:  # fmt: skip
+        """Send a reply: its events by `feed` if it streams, else the whole of it by `render`."""
         note_request(reply.id, trace_id)
         try:
             with traced(reply.id, trace_id):
                 if reply.options.stream:
-                    return await self._stream(request, reply, headers, translation)
-                while not reply.done:
-                    await reply.wait()
-            if (failure := reply.error) is not None:
-                raise failure
-            body = reply.body()
-            body = body if translation is None else translation.whole(body)
-            return web.Response(body=body, content_type="application/json", headers=headers)
+                    return await self._stream(request, reply, headers, feed)
+                await reply.complete()
+            return _json(render(reply), headers=headers)
         finally:
             # Also on disconnect: stop computing its requests.
             self._service.cancel(reply)
@@ -264,9 +241,8 @@ class Routes:
 
     async def _stream(
         self, request: web.Request, reply: Reply, headers: dict[str, str],
-        translation: ChatTranslation | None,
+        feed: Callable[[bytes], bytes],
     ) -> web.StreamResponse:  # fmt: skip
-        feed = bytes if translation is None else translation.feed
         await reply.wait()
         if (failure := reply.error) is not None:
             raise failure  # before the first byte, the status can still be set
@@ -425,9 +401,9 @@ class Routes:
         return _json({"prompt": await self._intake.prompts.decode(body.tokens)})
 
 
-def _json(value: Any, status: int = 200) -> web.Response:
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     body = value if isinstance(value, bytes) else msgspec.json.encode(value)
-    return web.Response(body=body, status=status, content_type="application/json")
+    return web.Response(body=body, status=status, content_type="application/json", headers=headers)
 
 
 def _describe(reply: Reply, trace_id: str) -> None:
@@ -486,9 +462,7 @@ def _explain(error: web.HTTPException, request: web.Request) -> APIError:
 
 def _error(error: APIError, request: web.Request) -> web.Response:
     body = error_body(error) if request.path.startswith(MESSAGES) else error.body()
-    response = web.Response(status=error.status, body=body, content_type="application/json")
-    response.headers.update(error.headers)
-    return response
+    return _json(body, error.status, error.headers)
 
 
 def _id(request: web.Request, body: str | None) -> str:
