@@ -191,13 +191,9 @@ class WorkerMetrics(MetricSet):
     """Counts requests, tokens and steps; event loop only."""
 
     def __init__(
-        self,
-        model: str,
-        max_model_len: int,
-        cache: dict[str, str],
-        blocks: int,
+        self, model: str, max_model_len: int, cache: dict[str, str], blocks: int,
         work: WorkEstimate | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Create one model's metrics; `cache` labels `vllm:cache_config_info`."""
         super().__init__()
         self._labels = {"model_name": model, "engine": "0"}

@@ -64,13 +64,9 @@ class WorkerServer:
     """Runs one worker, from startup to shutdown."""
 
     def __init__(
-        self,
-        config: WorkerConfig,
-        parts: WorkerParts,
-        secret: FleetSecret | None = None,
-        registrar: Registrar | None = None,
-        advertise: str = "",
-    ) -> None:
+        self, config: WorkerConfig, parts: WorkerParts, secret: FleetSecret | None = None,
+        registrar: Registrar | None = None, advertise: str = "",
+    ) -> None:  # fmt: skip
         """Assemble the process, within a running event loop; `advertise` is its public host."""
         self._advertise = advertise
         self._secret = secret
@@ -220,13 +216,9 @@ class WorkerServer:
         limits = transfer_config(self._config, backends, self._advertise)
         key = b"" if self._secret is None else transfer_key(self._secret)
         sender = Sender(
-            parts.store,
-            lambda request: put(Release(request)),
-            limits,
-            parts.memory,
-            background=self._background,
-            key=key,
-        )
+            parts.store, lambda request: put(Release(request)), limits, parts.memory,
+            background=self._background, key=key,
+        )  # fmt: skip
         receiver = Receiver(parts.store, limits, self._background, key)
         return KVTransfers(sender, receiver, put, parts.link)
 

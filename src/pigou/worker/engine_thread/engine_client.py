@@ -39,12 +39,9 @@ class EngineClient:
     """Submits sequences to the engine thread, and routes its reports to replies."""
 
     def __init__(
-        self,
-        put: Callable[[Command], None],
-        metrics: WorkerMetrics,
-        publish: Callable[[list[dict[str, Any]]], None],
-        max_in_engine: int = 0,
-    ) -> None:
+        self, put: Callable[[Command], None], metrics: WorkerMetrics,
+        publish: Callable[[list[dict[str, Any]]], None], max_in_engine: int = 0,
+    ) -> None:  # fmt: skip
         """`max_in_engine`: concurrent sequences in the engine per request; 0 for all."""
         self._held = WaitingSequences(max_in_engine)
         self._put = put

@@ -43,12 +43,9 @@ class OffloadConnector:
     """Executes the moves of one core; called from the engine thread unless noted."""
 
     def __init__(
-        self,
-        tiers: Tiers,
-        names: Sequence[str],
-        offloader: KVOffloader,
+        self, tiers: Tiers, names: Sequence[str], offloader: KVOffloader,
         put: Callable[[Command], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Serve a core; `put` sends commands to the engine thread, from any thread."""
         self.tiers = tiers
         self.names = list(names)

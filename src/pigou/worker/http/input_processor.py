@@ -77,13 +77,9 @@ class InputProcessor:
     """Converts requests to sequences; raises `APIError` for fields that cannot be honoured."""
 
     def __init__(
-        self,
-        model: ServedModel,
-        config: WorkerConfig,
-        service: EngineClient,
-        grammars: GrammarSource,
-        key: bytes = b"",
-    ) -> None:
+        self, model: ServedModel, config: WorkerConfig, service: EngineClient,
+        grammars: GrammarSource, key: bytes = b"",
+    ) -> None:  # fmt: skip
         """`key` verifies other workers' tickets; empty accepts unsigned ones."""
         self._key = key
         self._model = model
@@ -144,12 +140,9 @@ class InputProcessor:
         request = self._with_version(request)
         prompt = await self.prompts.prompt(request, *self.prompts.source(request))
         return Request(
-            id=f"lend-{next(self._numbers):x}",
-            prompt=len(prompt.tokens),
-            max_tokens=1,
-            hashes=prompt.hashes,
-            expiry=salt_expiry(request.cache_salt or ""),
-        )
+            id=f"lend-{next(self._numbers):x}", prompt=len(prompt.tokens), max_tokens=1,
+            hashes=prompt.hashes, expiry=salt_expiry(request.cache_salt or ""),
+        )  # fmt: skip
 
     def check_model(self, name: str | None) -> None:
         """Raise `APIError` 404 unless `name` is this worker's model or one of its adapters."""
@@ -236,12 +229,9 @@ class InputProcessor:
     # --- sequences --------------------------------------------------------------------------
 
     def _begin(
-        self,
-        inputs: _Inputs,
-        id: str,
-        prompts: list[TokenizedPrompt],
+        self, inputs: _Inputs, id: str, prompts: list[TokenizedPrompt],
         echo: list[str] | None = None,
-    ) -> Reply:
+    ) -> Reply:  # fmt: skip
         request, options = inputs.request, _options(inputs.request, echo)
         name = name_of(self._model.version(request.model)) or self._model.name
         reply = Reply(id, int(time.time()), name, options)
@@ -309,12 +299,9 @@ class InputProcessor:
         )
 
     def _add(
-        self,
-        inputs: _Inputs,
-        params: SamplingParams,
-        prompt: TokenizedPrompt,
+        self, inputs: _Inputs, params: SamplingParams, prompt: TokenizedPrompt,
         sequence: ReplySequence,
-    ) -> Add:
+    ) -> Add:  # fmt: skip
         request, arrival, index = inputs.request, sequence.arrival, sequence.index
         ticket = None if index else inputs.ticket  # one sequence fetches, the others hit
         # Prompt logprobs require computing all of it.
@@ -335,34 +322,24 @@ class InputProcessor:
             model=self._model.version(request.model),
         )
         return Add(
-            request=core,
-            tokens=prompt.tokens,
-            params=params,
-            generated=resumed,
-            seed=self.prompts.cache_seed(request),
-            salt=request.cache_salt,
+            request=core, tokens=prompt.tokens, params=params, generated=resumed,
+            seed=self.prompts.cache_seed(request), salt=request.cache_salt,
             ticket=None if ticket is None else request.kv_transfer_params,
-            grammar=inputs.shape.states[index],
-            tenure=self._tenure(request),
+            grammar=inputs.shape.states[index], tenure=self._tenure(request),
             trace_id="" if inputs.trace is None else inputs.trace.context.trace_id,
-        )
+        )  # fmt: skip
 
 
 def _options(request: GenerationRequest, echo: list[str] | None) -> ReplyOptions:
     stream = request.stream_options
     return ReplyOptions(
-        chat=isinstance(request, ChatRequest),
-        stream=bool(request.stream),
-        token_ids=bool(request.return_token_ids),
-        usage=bool(stream and stream.include_usage),
+        chat=isinstance(request, ChatRequest), stream=bool(request.stream),
+        token_ids=bool(request.return_token_ids), usage=bool(stream and stream.include_usage),
         running_usage=bool(stream and stream.continuous_usage_stats),
-        logprobs=wants_logprobs(request),
-        echo=echo,
-        resumed=request.resume_tokens or 0,
-        keep_blocks=asks_to_hold(request.kv_transfer_params),
-        per_prompt=request.n or 1,
+        logprobs=wants_logprobs(request), echo=echo, resumed=request.resume_tokens or 0,
+        keep_blocks=asks_to_hold(request.kv_transfer_params), per_prompt=request.n or 1,
         scores_only=request_validation.scores_only(request),
-    )
+    )  # fmt: skip
 
 
 def _sequences(request: GenerationRequest) -> int:

@@ -254,14 +254,10 @@ class Reply:
         if first:
             text = self._echo(sequence) + text
         chunk = ReplyChunk(
-            text=text,
-            delta=delta,
-            finish=sequence.finish,
-            stop=choice.stop,
-            token_ids=tokens if options.token_ids else None,
-            logprobs=logprobs,
+            text=text, delta=delta, finish=sequence.finish, stop=choice.stop,
+            token_ids=tokens if options.token_ids else None, logprobs=logprobs,
             usage=self._running_usage(sequence, choice.count),
-        )
+        )  # fmt: skip
         if first and options.token_ids and not options.chat:
             chunk.prompt_token_ids = sequence.prompt
         self._frames.append(self._stream.chunk(sequence.index, chunk))
@@ -283,15 +279,12 @@ class Reply:
         choice, options = sequence.choice, self.options
         text = self._echo(sequence) + "".join(sequence.text)
         return openai_replies.choice(
-            sequence.index,
-            {"text": text},
-            choice.finish,
-            choice.stop,
+            sequence.index, {"text": text}, choice.finish, choice.stop,
             logprobs=self._all_logprobs(sequence),
             token_ids=choice.tokens if options.token_ids else None,
             prompt_logprobs=_prompt_logprobs(sequence),
             prompt_token_ids=sequence.prompt if options.token_ids else None,
-        )
+        )  # fmt: skip
 
     def _chat_choice(self, sequence: ReplySequence) -> Json:
         choice, parsed = sequence.choice, sequence.message
@@ -299,13 +292,10 @@ class Reply:
         calls = None if parsed is None else parsed.calls
         thoughts = "" if parsed is None else "".join(parsed.thoughts)
         return openai_replies.choice(
-            sequence.index,
-            {"message": openai_replies.message(text, calls, thoughts)},
-            sequence.finish,
-            choice.stop,
-            logprobs=self._all_logprobs(sequence),
+            sequence.index, {"message": openai_replies.message(text, calls, thoughts)},
+            sequence.finish, choice.stop, logprobs=self._all_logprobs(sequence),
             token_ids=choice.tokens if self.options.token_ids else None,
-        )
+        )  # fmt: skip
 
     def _all_logprobs(self, sequence: ReplySequence) -> Json | None:
         return self._logprobs(sequence, sequence.logprobs) if self.options.logprobs else None

@@ -62,13 +62,9 @@ class SequenceOutput:
     )
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        eos: frozenset[int],
-        params: SamplingParams,
-        options: TextOptions,
-        resumed: list[int],
-    ) -> None:
+        self, tokenizer: Tokenizer, eos: frozenset[int], params: SamplingParams,
+        options: TextOptions, resumed: list[int],
+    ) -> None:  # fmt: skip
         self._tokenizer = tokenizer
         self._eos = frozenset[int]() if params.ignore_eos else eos
         self._end_tokens = self._eos | params.stop_token_ids

@@ -224,14 +224,9 @@ class OutputConstraints:
         return request_tools(request, self._model.tool_format, self._model.reasoning)
 
     async def shape(
-        self,
-        request: GenerationRequest,
-        count: int,
-        output: Sequence[int],
-        tenant: str = "",
-        tools: Tools | None = None,
-        reasoning: Reasoning | None = None,
-    ) -> OutputConstraint:
+        self, request: GenerationRequest, count: int, output: Sequence[int], tenant: str = "",
+        tools: Tools | None = None, reasoning: Reasoning | None = None,
+    ) -> OutputConstraint:  # fmt: skip
         """Return a request's constraint, which holds after reasoning.
 
         Raises APIError 400 (bad grammar) or 503 (queue full).
@@ -335,12 +330,9 @@ class GrammarSandbox:
                 return process
             self._end(process)
         process = subprocess.Popen(
-            [sys.executable, "-m", "pigou.runtime.grammar_trial"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+            [sys.executable, "-m", "pigou.runtime.grammar_trial"], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
         self._process = process
         self.started += 1
         assert process.stdin is not None

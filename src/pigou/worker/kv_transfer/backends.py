@@ -77,12 +77,9 @@ class ReceiveBackend:
         return True
 
     def fetch(
-        self,
-        link: SideChannelLink,
-        granted: GrantFrame,
-        landing: ReceiveBuffer,
+        self, link: SideChannelLink, granted: GrantFrame, landing: ReceiveBuffer,
         renew: Callable[[], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Fill the buffer, calling `renew`; raises BackendUnavailable or TransferError."""
 
     def sweep(self) -> None:
@@ -148,12 +145,9 @@ class ShmImport(ReceiveBackend):
         return ticket.remote_host_id == self._host
 
     def fetch(
-        self,
-        link: SideChannelLink,
-        granted: GrantFrame,
-        landing: ReceiveBuffer,
+        self, link: SideChannelLink, granted: GrantFrame, landing: ReceiveBuffer,
         renew: Callable[[], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Copy chunk by chunk, while the sender may still compute checksums."""
         rows, ids = self._source(granted, landing)
         lanes = self._helpers if len(landing) * landing.block_bytes >= PARALLEL_BYTES else 0
@@ -202,12 +196,9 @@ class ShmImport(ReceiveBackend):
 
 
 def _lane(
-    rows: Bytes,
-    ids: Ints,
-    landing: ReceiveBuffer,
-    chunks: deque[tuple[int, int]],
+    rows: Bytes, ids: Ints, landing: ReceiveBuffer, chunks: deque[tuple[int, int]],
     renew: Callable[[], None] = lambda: None,
-) -> None:
+) -> None:  # fmt: skip
     while chunks:
         try:
             first, count = chunks.popleft()

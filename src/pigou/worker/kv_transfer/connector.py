@@ -58,12 +58,9 @@ class KVTransfers(Transfers):
     """Transfers by a Sender and a Receiver."""
 
     def __init__(
-        self,
-        sender: Sender,
-        receiver: Receiver,
-        put: Callable[[Loaded], None],
+        self, sender: Sender, receiver: Receiver, put: Callable[[Loaded], None],
         link: SimulatedLink | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(put)
         self._sender = sender
         self._receiver = receiver

@@ -233,12 +233,9 @@ class NixlImport(ReceiveBackend):
         self._timeout_s = timeout / SECOND
 
     def fetch(
-        self,
-        link: SideChannelLink,
-        granted: GrantFrame,
-        landing: ReceiveBuffer,
+        self, link: SideChannelLink, granted: GrantFrame, landing: ReceiveBuffer,
         renew: Callable[[], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Read piece by piece, verifying each on arrival."""
         sums = expect_checksums(link, len(landing))
         metadata, remote = _source(granted, landing)

@@ -103,12 +103,9 @@ class Receiver:
     """Pulls blocks that other workers offer, on its own threads."""
 
     def __init__(
-        self,
-        store: DeviceBlocks,
-        config: TransferConfig | None = None,
-        background: Background | None = None,
-        key: bytes = b"",
-    ) -> None:
+        self, store: DeviceBlocks, config: TransferConfig | None = None,
+        background: Background | None = None, key: bytes = b"",
+    ) -> None:  # fmt: skip
         """Start the threads; an empty `key` trusts everyone. Raises ConfigError."""
         self._key = key
         checksum.warm_up()

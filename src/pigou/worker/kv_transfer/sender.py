@@ -51,14 +51,10 @@ class Sender:
     """Offers blocks to other workers under leases, and serves them."""
 
     def __init__(
-        self,
-        store: DeviceBlocks,
-        on_release: Callable[[str], None],
-        config: TransferConfig | None = None,
-        memory: SharedMemory | None = None,
-        background: Background | None = None,
-        key: bytes = b"",
-    ) -> None:
+        self, store: DeviceBlocks, on_release: Callable[[str], None],
+        config: TransferConfig | None = None, memory: SharedMemory | None = None,
+        background: Background | None = None, key: bytes = b"",
+    ) -> None:  # fmt: skip
         """Bind the side channel and start the threads; an empty fleet `key` serves everyone.
 
         `on_release` is called once per offer with the request id, from a thread, when its blocks
@@ -158,20 +154,14 @@ class Sender:
     def ticket(self, offer: LeasedBlocks) -> TransferParams:
         """Return the unsigned ticket of an offer."""
         return TransferParams(
-            remote_engine_id=self.engine_id,
-            remote_request_id=offer.request,
-            remote_host=self._config.advertise or self._config.host,
-            remote_port=self.port,
-            remote_host_id=self._host_id,
-            remote_num_tokens=offer.tokens,
-            remote_block_size=self._store.layout.block_size,
-            remote_layout=self._fingerprint,
+            remote_engine_id=self.engine_id, remote_request_id=offer.request,
+            remote_host=self._config.advertise or self._config.host, remote_port=self.port,
+            remote_host_id=self._host_id, remote_num_tokens=offer.tokens,
+            remote_block_size=self._store.layout.block_size, remote_layout=self._fingerprint,
             remote_tensor_parallel_size=self._config.tensor_parallel_size,
-            remote_secret=offer.secret,
-            remote_last_hash=offer.last_hash,
-            remote_backends=list(self._exports),
-            remote_lease_seconds=self._config.lease / SECOND,
-        )
+            remote_secret=offer.secret, remote_last_hash=offer.last_hash,
+            remote_backends=list(self._exports), remote_lease_seconds=self._config.lease / SECOND,
+        )  # fmt: skip
 
     def _hash(self) -> None:
         while (offer := self._offers.get()) is not None:

@@ -108,13 +108,10 @@ def transfer_config(
     """Return this worker's transfer limits; `advertise` is its address for other hosts."""
     lease = round(config.kv_lease * SECOND)
     return TransferConfig(
-        host=config.host,
-        advertise=advertised(config.host, advertise),
-        backends=backends,
-        tensor_parallel_size=max(config.tensor_parallel_size, config.timing_tp),
-        lease=lease,
+        host=config.host, advertise=advertised(config.host, advertise), backends=backends,
+        tensor_parallel_size=max(config.tensor_parallel_size, config.timing_tp), lease=lease,
         max_hold=max(10 * lease, 300 * SECOND),
-    )
+    )  # fmt: skip
 
 
 # --- a real model -----------------------------------------------------------------------------
@@ -171,13 +168,10 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
     if (drafting := config.speculation) is not None:
         executor.proposer = make_proposer(drafting, loaded, core.config)
     model = _served(
-        config,
-        loaded.folder,
-        eos=loaded.config.eos,
-        digest=loaded.digest,
+        config, loaded.folder, eos=loaded.config.eos, digest=loaded.digest,
         limits=ModelLimits(core.config.max_model_len, loaded.config.vocab),
         lora=None if bank is None else (bank.read, bank.load),
-    )
+    )  # fmt: skip
     meter = None
     if config.host_blocks or tiers is not None:
         swap = _swap_rate(cache.move, config.host_blocks, layout) if config.host_blocks else _SLOW
@@ -238,15 +232,9 @@ def _build_sleeping(config: WorkerConfig) -> WorkerParts:
     vocab = int(spec.get("vocab_size", 0))
     max_tokens = config.max_model_len or _context(spec)
     layout = KVLayout(
-        model=config.model,
-        digest="sleep",
-        dtype="uint8",
-        block_size=config.block_size,
-        layers=1,
-        kv_heads=1,
-        head_dim=1,
-        block_bytes=_SLEEP_BYTES,
-    )
+        model=config.model, digest="sleep", dtype="uint8", block_size=config.block_size, layers=1,
+        kv_heads=1, head_dim=1, block_bytes=_SLEEP_BYTES,
+    )  # fmt: skip
     blocks = _blocks(config, layout, max_tokens, CPU_MEMORY)
     tiers = open_tiers(config, layout, blocks)
     core = _core(config, blocks, max_tokens, tiers)
@@ -350,21 +338,16 @@ def _engine_config(config: WorkerConfig, blocks: int, max_tokens: int) -> Engine
         )
     drafting = config.speculation
     return EngineConfig(
-        blocks=blocks,
-        block_size=config.block_size,
-        host_blocks=config.host_blocks,
-        max_seqs=config.max_seqs,
-        max_batched_tokens=config.max_batched_tokens,
+        blocks=blocks, block_size=config.block_size, host_blocks=config.host_blocks,
+        max_seqs=config.max_seqs, max_batched_tokens=config.max_batched_tokens,
         max_background_tokens=config.max_background_tokens,
-        max_model_len=min(max_tokens, cache_tokens),
-        order=config.order,
-        prefix_caching=config.prefix_caching,
-        max_repeat=config.repeat,
+        max_model_len=min(max_tokens, cache_tokens), order=config.order,
+        prefix_caching=config.prefix_caching, max_repeat=config.repeat,
         max_waiting=config.max_waiting,
         eviction=config.eviction if config.eviction.policy else None,
         num_speculative_tokens=drafting.num_speculative_tokens if drafting is not None else 0,
         max_loras=config.max_loras if config.enable_lora else 0,
-    )
+    )  # fmt: skip
 
 
 def _shared_memory(config: WorkerConfig, size: int) -> SharedMemory | None:
@@ -391,19 +374,12 @@ def _served(
     if config.enable_lora and lora is not None:
         adapters = AdapterStore(*lora, config, name)
     return ServedModel(
-        name=name,
-        root=str(folder) if config.model != "bundled" else "bundled",
-        created=int(time.time()),
-        tokenizer=tokenizer,
-        template=template,
+        name=name, root=str(folder) if config.model != "bundled" else "bundled",
+        created=int(time.time()), tokenizer=tokenizer, template=template,
         tool_format=tool_format(template, config.tool_call_parser),
         reasoning=reasoning_family(template, config.reasoning_parser),
         pooling="none" if config.sleeps else pooling_of(folder, config.pooling),
-        dimensions=embedding_dimensions(_read_spec(folder)),
-        eos=within(eos, limits.vocab_size),
-        limits=limits,
-        defaults=sampling_defaults(tokenizer.generation),
-        seed=seeds(name, digest),
-        release=digest,
-        adapters=adapters,
-    )
+        dimensions=embedding_dimensions(_read_spec(folder)), eos=within(eos, limits.vocab_size),
+        limits=limits, defaults=sampling_defaults(tokenizer.generation), seed=seeds(name, digest),
+        release=digest, adapters=adapters,
+    )  # fmt: skip
