@@ -13,13 +13,7 @@ from torch import Tensor
 
 from pigou.models import ModelError
 from pigou.runtime.attention.paged_attention import HeadNorm, PagedAttention
-from pigou.runtime.models.experts import (
-    ExpertLoads,
-    Experts,
-    ExpertsConfig,
-    MoE,
-    load_products,
-)
+from pigou.runtime.models.experts import ExpertLoads, Experts, ExpertsConfig, MoE, load_products
 from pigou.runtime.models.linear import Linear, Product, WeightMatrix, concatenate
 from pigou.runtime.models.model_config import ModelConfig
 from pigou.runtime.models.weights import WeightSource
@@ -116,28 +110,22 @@ def load_decoder(
 def _embedding_and_head(config: ModelConfig, weights: WeightSource) -> tuple[Tensor, Tensor]:
     """Load embedding and output layer; if both exist, both are used."""
     shape = config.vocab, config.hidden
-    if config.tied and _EMBEDDING not in weights and _HEAD in weights:
-        head = weights.take(_HEAD, *shape)
-        return head, head
-    embedding = weights.take(_EMBEDDING, *shape)
-    if _HEAD not in weights and config.tied:
+    stored = [name for name in (_EMBEDDING, _HEAD) if name in weights]
+    if config.tied and len(stored) == 1:
+        embedding = weights.take(stored[0], *shape)
         return embedding, embedding
+    embedding = weights.take(_EMBEDDING, *shape)
     if _HEAD not in weights:
         raise ModelError(
             f"tensor {_HEAD!r} is missing; where the output layer is the embedding, config.json "
             "must have tie_word_embeddings: true"
         )
     head = weights.take(_HEAD, *shape)
-    if not config.tied:
-        return embedding, head
-    if torch.equal(embedding, head):
+    if config.tied and torch.equal(embedding, head):
         return embedding, embedding
-    log.warning(
-        "%s differs from %s, so it is used, though config.json has tie_word_embeddings: true; "
-        "set that to false",
-        _HEAD,
-        _EMBEDDING,
-    )
+    if config.tied:
+        log.warning("%s differs from %s, so it is used, though config.json has "
+                    "tie_word_embeddings: true; set that to false", _HEAD, _EMBEDDING)  # fmt: skip
     return embedding, head
 
 

@@ -43,8 +43,7 @@ def share_tokens(tokens: Slots, ranks_of: list[list[int]], ranks: int, knee: flo
     are chosen by the least time of the slowest rank, then by the time added, then by the rank's.
     """
     shares = np.zeros((len(tokens), max(map(len, ranks_of))), dtype=np.int64)
-    hit, time = np.zeros(ranks), np.zeros(ranks)
-    load = np.zeros(ranks)
+    hit, load = np.zeros(ranks), np.zeros(ranks)
     several = []
     for expert in np.flatnonzero(tokens).tolist():
         copies = ranks_of[expert]
@@ -54,7 +53,7 @@ def share_tokens(tokens: Slots, ranks_of: list[list[int]], ranks: int, knee: flo
         shares[expert, 0] = tokens[expert]
         hit[copies[0]] += 1
         load[copies[0]] += tokens[expert] / knee
-    np.maximum(hit, load, out=time)
+    time = np.maximum(hit, load)
     for expert in sorted(several, key=lambda expert: -tokens[expert]):
         rest = int(tokens[expert])
         part = -(-rest // _PARTS)
@@ -164,18 +163,15 @@ class ExpertSlots:
         """Fetch the experts of another placement from the ranks that have them, and adopt it."""
         group, me, own = self.group, self.group.rank, self.own
         old, new = self.placement.reshape(-1, own), placement.reshape(-1, own)
-        sends: list[tuple[int, int]] = []  # rank to send to, own slot
+        sends: list[tuple[int, int]] = []  # rank to send to, own slot; both may be this rank
         takes: list[tuple[int, int]] = []  # rank to take from, own slot
-        local: list[tuple[int, list[Tensor]]] = []
         for rank, slot in np.argwhere(old != new).tolist():
             holders = np.flatnonzero((old == new[rank, slot]).any(1))
             source = rank if rank in holders else int(holders[rank % len(holders)])
             held = int(np.argmax(old[source] == new[rank, slot]))
-            if source == rank == me:
-                local.append((slot, [weight.clone() for weight in products.read(held)]))
-            elif source == me:
+            if source == me:
                 sends.append((rank, held))
-            elif rank == me:
+            if rank == me:
                 takes.append((source, slot))
         takes.sort(key=lambda take: take[0])  # rows come by rank, then in order of slots
         sent, received = (
@@ -190,8 +186,6 @@ class ExpertSlots:
             incoming.append(group.all_to_all_single(stacked, sent, received))
         for row, (_, slot) in enumerate(takes):
             products.write(slot, [part[row] for part in incoming])
-        for slot, weights in local:
-            products.write(slot, weights)
         self.adopt(placement)
 
 
@@ -199,14 +193,9 @@ class ExpertParallel(ExpertLoads):
     """Expert parallelism of a model's layers; places their experts anew between steps."""
 
     def __init__(
-        self,
-        layers: list[int],
-        experts: int,
-        device: torch.device,
-        *,
-        group: Group,
+        self, layers: list[int], experts: int, device: torch.device, *, group: Group,
         config: EplbConfig,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(layers, experts, device)
         self.group, self.config = group, config
         self.moved = 0  # experts moved since the start

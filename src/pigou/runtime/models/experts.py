@@ -321,32 +321,24 @@ _SIGMOID = {
 }  # fmt: skip
 
 
-class _ExpertsModule(nn.Module):
-    def __init__(self, experts: Experts) -> None:
-        super().__init__()
-        self.experts = experts
+def _adopt_router(module: Any) -> None:
+    """Let a router choose by `Routing`."""
+    bias: Tensor | None = getattr(module, "bias", None)
+    router = Linear(module.weight.data.float(), None if bias is None else bias.float())
+    added: Tensor | None = getattr(module, "e_score_correction_bias", None)
+    routing = Routing(module.top_k, normalise=getattr(module, "norm_topk_prob", True))
+    if type(module).__name__ in _SIGMOID:
+        routing = Routing(
+            module.top_k, "sigmoid", normalise=module.norm_topk_prob, groups=module.num_group,
+            best_groups=module.topk_group, scale=module.routed_scaling_factor,
+        )  # fmt: skip
 
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        return self.experts(x, chosen, weights)
-
-
-class _RouterModule(nn.Module):
-    def __init__(self, theirs: Any) -> None:
-        super().__init__()
-        bias: Tensor | None = getattr(theirs, "bias", None)
-        self.router = Linear(theirs.weight.data.float(), None if bias is None else bias.float())
-        self.bias: Tensor | None = getattr(theirs, "e_score_correction_bias", None)
-        self.routing = Routing(theirs.top_k, normalise=getattr(theirs, "norm_topk_prob", True))
-        if type(theirs).__name__ in _SIGMOID:
-            self.routing = Routing(
-                theirs.top_k, "sigmoid", normalise=theirs.norm_topk_prob, groups=theirs.num_group,
-                best_groups=theirs.topk_group, scale=theirs.routed_scaling_factor,
-            )  # fmt: skip
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = self.router(x.reshape(-1, x.shape[-1]).float())
-        chosen, weights = self.routing.choose(logits, self.bias)
+    def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = router(x.reshape(-1, x.shape[-1]).float())
+        chosen, weights = routing.choose(logits, added)
         return logits, weights, chosen
+
+    module.forward, module.weight = forward, None
 
 
 def adopt_experts(root: nn.Module, source: WeightSource, gate: Activation) -> ExpertLoads | None:
@@ -354,28 +346,21 @@ def adopt_experts(root: nn.Module, source: WeightSource, gate: Activation) -> Ex
 
     Each layer's own weights go before the next is packed. Returns None if no layer could be taken.
     """
-    layers: dict[int, tuple[nn.Module, str, Any, Activation]] = {}
-    for path, parent in root.named_modules():
-        for name, child in parent.named_children():
-            if (activation := _activation(child, gate)) is not None:
-                layers[int(path.split("layers.")[1].split(".")[0])] = (
-                    parent,
-                    name,
-                    child,
-                    activation,
-                )
-    counts = {len(child.down_proj) for _, _, child, _ in layers.values()}
+    layers: dict[int, tuple[Any, Activation]] = {}
+    for path, module in root.named_modules():
+        if (activation := _activation(module, gate)) is not None:
+            layers[int(path.split("layers.")[1].split(".")[0])] = module, activation
+    counts = {len(module.down_proj) for module, _ in layers.values()}
     if len(counts) != 1:
         return None
     loads = ExpertLoads(list(layers), counts.pop(), source.device)
-    for layer, (parent, name, child, activation) in layers.items():
-        experts = loads.add(layer)
-        experts.products = _take_products(child, source, activation)
-        setattr(parent, name, _ExpertsModule(experts))
-        child.gate_up_proj = child.down_proj = None
-        for other, router in list(parent.named_children()):
-            if type(router).__name__ in _SOFTMAX | _SIGMOID:
-                setattr(parent, other, _RouterModule(router))
+    for layer, (module, activation) in layers.items():
+        module.forward = experts = loads.add(layer)
+        experts.products = _take_products(module, source, activation)
+        module.gate_up_proj = module.down_proj = None
+    for module in root.modules():
+        if type(module).__name__ in _SOFTMAX | _SIGMOID:
+            _adopt_router(module)
     return loads
 
 

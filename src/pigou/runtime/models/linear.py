@@ -104,9 +104,10 @@ class Linear:
         self.bias = bias
         self.weight = weight
         self._product: Callable[..., Tensor] | None = None
-        if weight.device.type == "cpu" and _can_pack(weight.dtype):
+        on_cpu = weight.device.type == "cpu"
+        if on_cpu and weight.dtype is torch.bfloat16 and _works(_packed_product):
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-            self._product = _packed_product()
+            self._product = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return shape (rows, outputs)."""
@@ -138,8 +139,9 @@ class QuantisedLinear(Linear):
         if codes.dtype is torch.int8 and Int8Product.supports(codes, matrix.group):
             self._product, self.matrix = Int8Product(codes, scales, matrix.group, bias), None
         elif codes.dtype is torch.int8 and not (on_cuda or matrix.group):
-            fits = not any(size % 32 for size in codes.shape)  # else torch's result is wrong
-            self._few = _INT8_ROWS * (fits and _has_int8_product(dtype))
+            # torch's result is wrong for other sizes, and slow in float32.
+            fits = dtype is torch.bfloat16 and not any(size % 32 for size in codes.shape)
+            self._few = _INT8_ROWS * (fits and _works(_int8_product))
         elif codes.dtype is FP8 and on_cuda and not matrix.group:
             fits = not any(size % 16 for size in codes.shape)
             if fits and torch.cuda.get_device_capability(codes.device) >= (8, 9):
@@ -167,41 +169,24 @@ class QuantisedLinear(Linear):
         )
 
 
-@cache
-def _packed_product() -> Callable[..., Tensor]:
-    product: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
-    return product
+def _packed_product(x: Tensor, weight: Tensor) -> Tensor:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, None, "none", [], "")
+    return out
+
+
+def _int8_product(x: Tensor, weight: Tensor) -> Tensor:
+    ones = torch.ones(len(weight), dtype=x.dtype)
+    out: Tensor = torch.ops.aten._weight_int8pack_mm(x, weight.to(torch.int8), ones)
+    return out
 
 
 @cache
-def _can_pack(dtype: torch.dtype) -> bool:
-    """True if packed products work and equal plain ones."""
-    if dtype is not torch.bfloat16:
-        return False
-    weight, x = _trial(dtype)
+def _works(product: Callable[[Tensor, Tensor], Tensor]) -> bool:
+    """True if a product with a bfloat16 weight works here and equals a plain one."""
+    weight = torch.arange(64 * 32).remainder(7).sub(3).view(64, 32).to(torch.bfloat16)
+    x = torch.arange(3 * 32).remainder(5).sub(2).view(3, 32).to(torch.bfloat16)
     try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        result = _packed_product()(x, packed, None, "none", [], "")
+        return torch.equal(product(x, weight), F.linear(x, weight))
     except (RuntimeError, AttributeError, TypeError):
         return False
-    return torch.equal(result, F.linear(x, weight))
-
-
-@cache
-def _has_int8_product(dtype: torch.dtype) -> bool:
-    """True if torch's int8 product works and equals a plain one; it is slow in float32."""
-    if dtype is not torch.bfloat16:
-        return False
-    weight, x = _trial(dtype)
-    ones = torch.ones(len(weight), dtype=dtype)
-    try:
-        result = torch.ops.aten._weight_int8pack_mm(x, weight.to(torch.int8), ones)
-    except (RuntimeError, AttributeError, TypeError):
-        return False
-    return torch.equal(result, F.linear(x, weight))
-
-
-def _trial(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    weight = torch.arange(64 * 32, dtype=torch.float32).remainder(7).sub(3).view(64, 32).to(dtype)
-    x = torch.arange(3 * 32, dtype=torch.float32).remainder(5).sub(2).view(3, 32).to(dtype)
-    return weight, x

@@ -61,21 +61,16 @@ class LoadedModel:
         """Describe this model's KV blocks of `block_size` tokens."""
         shared = self.shard is None or self.device.type == "cpu"
         return make_layout(
-            self.config if shared else self.decoder.config,
-            model=self.name,
-            digest=self.digest,
-            dtype=self.dtype,
-            block_size=block_size,
-            kv_dtype=self.kv_dtype,
-        )
+            self.config if shared else self.decoder.config, model=self.name, digest=self.digest,
+            dtype=self.dtype, block_size=block_size, kv_dtype=self.kv_dtype,
+        )  # fmt: skip
 
     def cache(
         self, blocks: int, block_size: int, host_blocks: int = 0, memory: memoryview | None = None
     ) -> KVCache:
         """Allocate an empty KV cache, optionally over `memory` (see `KVCache`)."""
-        heads = None
-        if self.shard is not None and self.device.type == "cpu":
-            heads = self.shard.kv_heads
+        on_cpu = self.device.type == "cpu"
+        heads = self.shard.kv_heads if self.shard is not None and on_cpu else None
         layout = self.layout(block_size)
         return KVCache(layout, blocks, self.device, host_blocks, memory, heads, self.dtype)
 
@@ -87,14 +82,10 @@ class LoadedModel:
         return next(fast, PagedAttention)(config, cache, tables, max_model_len)
 
     def executor(
-        self,
-        cache: KVCache,
-        tables: Ints,
-        max_model_len: int,
-        eviction: EvictionConfig | None = None,
-        lora: LoRABank | None = None,
+        self, cache: KVCache, tables: Ints, max_model_len: int,
+        eviction: EvictionConfig | None = None, lora: LoRABank | None = None,
         enforce_eager: bool = False,
-    ) -> TorchExecutor:
+    ) -> TorchExecutor:  # fmt: skip
         """Build an executor over an empty cache; raises ModelError or ConfigError.
 
         On CUDA decode steps are graphs unless `enforce_eager`, or a step's work depends on more
@@ -122,16 +113,11 @@ class LoadedModel:
         fixed &= self.decoder.loads is None or not self.decoder.loads.needs_host
         if isinstance(attention, CUDAAttention) and fixed and not enforce_eager:
             model = graphs = DecodeGraphs(self.decoder, attention, len(tables))
+        grammars = partial(read_grammars, self.folder, self.config.vocab, self.config.eos)
         executor = TorchExecutor(
-            model=model,
-            cache=cache,
-            tables=tables,
-            attention=attention,
-            grammars=partial(read_grammars, self.folder, self.config.vocab, self.config.eos),
-            end_tokens=self.config.eos,
-            evictor=evictor,
-            lora=lora,
-        )
+            model=model, cache=cache, tables=tables, attention=attention, grammars=grammars,
+            end_tokens=self.config.eos, evictor=evictor, lora=lora,
+        )  # fmt: skip
         if self.shard is not None:  # ranks step together
             executor.steps_ahead = False
         if max_model_len >= WARM_UP_TOKENS:
@@ -246,10 +232,7 @@ def _run(executor: TorchExecutor) -> None:
 def _plan(start: int, count: int) -> Plan:
     starts = np.array([start], dtype=np.int32)
     return Plan(
-        rows=np.zeros(1, dtype=np.int32),
-        starts=starts,
-        counts=np.array([count], dtype=np.int32),
-        kv_lens=starts.copy(),
-        samples=np.ones(1, dtype=np.bool_),
+        rows=np.zeros(1, dtype=np.int32), starts=starts, counts=np.array([count], dtype=np.int32),
+        kv_lens=starts.copy(), samples=np.ones(1, dtype=np.bool_),
         started=[Started(_REQUEST, 0, 0)] if start == 0 else [],
-    )
+    )  # fmt: skip

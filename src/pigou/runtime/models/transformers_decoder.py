@@ -55,13 +55,6 @@ class AttentionSeam:
     names: dict[str, int] = field(default_factory=dict)  # attention module -> layer
     context: int = 2**31  # tokens within which chunked attention equals full attention
 
-    def record(self, name: str, form: LayerAttention) -> None:
-        """Note a layer's attention; raises ModelError if its module is called twice a step."""
-        if name in self.names:
-            raise ModelError(f"{name} computes attention more than once a step")
-        self.names[name] = len(self.layers)
-        self.layers.append(form)
-
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
@@ -101,7 +94,6 @@ def _attention(
     widest = max(query.shape[-1], value.shape[-1])
     cached = widest if widest <= _LANES else -(-widest // _LANES) * _LANES
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    latent = 0 if up is None else value.shape[-1]
     if seam.step is None:
         mask = attention_mask or _Mask(window=int(others.get("sliding_window") or 0))
         given = {key for key, value in others.items() if value is not None} - _HARMLESS
@@ -109,13 +101,15 @@ def _attention(
             raise ModelError(f"{name} is not causal")
         if given or not isinstance(mask, _Mask):
             raise ModelError(f"{name} needs {', '.join(sorted(given)) or 'a mask of its own'}")
+        if name in seam.names:
+            raise ModelError(f"{name} computes attention more than once a step")
+        seam.names[name] = len(seam.layers)
         seam.context = min(seam.context, mask.chunk or seam.context)
         form = LayerAttention(
-            heads=query.shape[1], kv_heads=key.shape[1], head_dim=cached, scale=scale,
-            window=mask.window, softcap=float(softcap or 0.0), sinks=s_aux is not None,
-            latent=latent,
+            query.shape[1], key.shape[1], cached, scale, mask.window, float(softcap or 0.0),
+            sinks=s_aux is not None, latent=0 if up is None else value.shape[-1],
         )  # fmt: skip
-        seam.record(name, form)
+        seam.layers.append(form)
         out = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
         return (out if up is None else up.expand(out))[None], None
     step, layer = seam.step, seam.names[name]
@@ -177,32 +171,24 @@ class LinearModule(nn.Module):
         return self.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
-class _States:
-    """A decoder's output: states, and None for whatever else is asked for."""
+class _GivenStates:
+    """Stands in for the decoder below the output layer, and for its output of given states."""
 
-    def __init__(self, states: Tensor) -> None:
-        self.last_hidden_state = states
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-    def __getitem__(self, index: Any) -> Any:
-        return (self.last_hidden_state,)[index]
-
-
-class _GivenStates(nn.Module):
-    """Stands in for the decoder below the output layer, whose states are given."""
-
-    states: Tensor
+    last_hidden_state: Tensor
 
     @property
     def decoder(self) -> _GivenStates:
         """OPT's output layer asks for its decoder's decoder."""
         return self
 
-    def forward(self, *_: Any, **__: Any) -> _States:
-        """Return the given states."""
-        return _States(self.states)
+    def __call__(self, *_: Any, **__: Any) -> _GivenStates:
+        return self
+
+    def __getattr__(self, name: str) -> None:
+        return None  # whatever else is asked for
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
 
 
 class TransformersDecoder:
@@ -218,6 +204,7 @@ class TransformersDecoder:
         self._seam = seam
         self._positions = 0  # length that rotary embeddings are fixed for
         self._given = _GivenStates()
+        delattr(model, self.prefix)  # a module's place would take a module alone
         setattr(model, self.prefix, self._given)
         _join(self.base, seam)
 
@@ -241,7 +228,7 @@ class TransformersDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits (n, vocab) of hidden states, scaled and capped by the model's own code."""
-        self._given.states = hidden[None]
+        self._given.last_hidden_state = hidden[None]
         logits: Tensor = self.model(input_ids=torch.zeros(1, 1), use_cache=False).logits[0]
         return logits
 
@@ -271,17 +258,6 @@ class TransformersDecoder:
         return {name: m for name, m in modules.items() if isinstance(m, LinearModule)}
 
 
-def replace_modules(root: nn.Module, made: Mapping[str, Callable[[Any], nn.Module]]) -> int:
-    """Replace modules by class name with what `made` builds of them; return how many."""
-    count = 0
-    for parent in list(root.modules()):
-        for name, child in list(parent.named_children()):
-            if build := made.get(type(child).__name__):
-                setattr(parent, name, build(child))
-                count += 1
-    return count
-
-
 # --- loading --------------------------------------------------------------------------------------
 
 
@@ -305,8 +281,7 @@ def read_causal_model(folder: Path) -> CausalModel:
     with _quiet():
         seam = _dry_run(kind, source, family)
     widest = max(seam.layers, key=lambda form: form.kv_heads * form.head_dim)
-    hidden = int(source.hidden_size)
-    vocab = int(source.vocab_size)
+    hidden, vocab = int(source.hidden_size), int(source.vocab_size)
     config = ModelConfig(
         family=family, layers=len(seam.layers), hidden=hidden, heads=widest.heads,
         kv_heads=widest.kv_heads, head_dim=widest.head_dim,
@@ -340,8 +315,8 @@ def load_transformers(described: CausalModel, weights: Weights, ops: Ops) -> Tra
     tensors.clear()  # else adopted experts are held twice
     decoder = TransformersDecoder(model, described.config, described.seam, ops)
     decoder.loads = adopt_experts(decoder.base, weights, ops.gate)
-    for root in (decoder.base, model):
-        _pack(root, weights, is_head=root is model)
+    _pack(decoder.base, weights, is_head=False)
+    _pack(model, weights, is_head=True)
     return decoder
 
 
@@ -463,9 +438,7 @@ def _join(base: Any, seam: AttentionSeam) -> None:
 
 def _context(source: Any) -> int:
     names = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
-    positions = next(
-        (int(getattr(source, name)) for name in names if getattr(source, name, None)), 0
-    )
+    positions = next((int(n) for name in names if (n := getattr(source, name, None))), 0)
     if not positions:
         raise ModelError(f"config.json has none of {', '.join(names)}")
     try:
@@ -493,16 +466,13 @@ def _check(info: Mapping[str, Any], described: CausalModel) -> None:
 
 
 def _pack(root: nn.Module, weights: Weights, *, is_head: bool) -> None:
-    """Replace products by those of `weights` (packed, quantised)."""
-
-    def packed(linear: nn.Linear) -> nn.Module:
-        bias = None if linear.bias is None else linear.bias.data
-        matrix = WeightMatrix(linear.weight.data)
-        if linear.weight.dtype is not weights.dtype:  # a router kept in float32
-            return linear
-        return LinearModule(weights.linear(matrix, bias, head=is_head), linear.weight.data)
-
-    replace_modules(root, {"Linear": packed})
+    """Replace products by those of `weights` (packed, quantised), routers in float32 aside."""
+    for parent in list(root.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child.weight.dtype is weights.dtype:
+                weight, bias = child.weight.data, None if child.bias is None else child.bias.data
+                product = weights.linear(WeightMatrix(weight), bias, head=is_head)
+                setattr(parent, name, LinearModule(product, weight))
 
 
 @contextmanager

@@ -277,17 +277,21 @@ class Weights(WeightSource):
     def take(self, name: str, *shape: int) -> Tensor:
         """Return a tensor in the model's dtype and device; raises ModelError if not as expected."""
         if name not in self._where:
-            file = self._source.index.get(name)
-            why = f": {file} is missing, though {INDEX} names it; download it"
-            why = why if file in self._source.missing else ""
+            named, why = self._source.index.get(name), ""
+            if named in self._source.missing:
+                why = f": {named} is missing, though {INDEX} names it; download it"
             raise ModelError(f"{self._folder}: tensor {name!r} is missing{why}")
-        stored = self._files[self._where[name]].get_slice(name)
+        file = self._files[self._where[name]]
+        stored = file.get_slice(name)
         part, found = self._part(name), tuple(stored.get_shape())
         wanted = shape if part is None else part.uncut(shape)
         if found != wanted:
             raise ModelError(f"{self._folder}: tensor {name!r} has shape {found}, not {wanted}")
-        cut = slice(None) if part is None else slice(part.first, part.first + part.length)
-        tensor: Tensor = stored[:, cut] if part is not None and part.axis else stored[cut]
+        if part is None:
+            tensor: Tensor = file.get_tensor(name)
+        else:
+            cut = slice(part.first, part.first + part.length)
+            tensor = stored[:, cut] if part.axis else stored[cut]
         if tensor.dtype not in _FLOATS:
             reason = "config.json has no quantization_config for it; keep the checkpoint's"
             if self._formats is not None:
