@@ -27,8 +27,6 @@ from pigou.worker.engine_thread.commands import AdapterLoaded
 log = logging.getLogger(__name__)
 #: Allows clients to load and unload adapters, as in vLLM.
 UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-
-
 #: Reads a folder: what it returns has a `digest`. And writes that to a slot, by its key.
 ReadAdapter: TypeAlias = Callable[[Path], Any]
 FillSlot: TypeAlias = Callable[[str, Any, int], None]

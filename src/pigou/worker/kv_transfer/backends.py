@@ -236,12 +236,8 @@ class StagedShmExport(ShmExport):
         if failure:
             self.finish({"name": name})
             raise TransferError(TransferReason.STORE, f"cannot read the blocks: {failure}")
-        return {
-            "name": name,
-            "key": key,
-            "offset": 0,
-            "blocks": np.arange(len(blocks), dtype="<i4").tobytes(),
-        }
+        ids = np.arange(len(blocks), dtype="<i4").tobytes()
+        return {"name": name, "key": key, "offset": 0, "blocks": ids}
 
     def finish(self, details: dict[str, bytes | int]) -> None:
         """Remove the memory of a finished pull."""

@@ -38,6 +38,7 @@ from pigou.worker.kv_transfer.side_channel_protocol import (
     prove_as_receiver,
 )
 from pigou.worker.kv_transfer.transfer_params import (
+    PATH_FAILURES,
     TransferConfig,
     TransferError,
     TransferParams,
@@ -53,17 +54,11 @@ OnDone: TypeAlias = Callable[[TransferResult], None]
 _SWEEP = 5.0
 #: Max bytes of a grant besides its blocks; NIXL metadata grows with network devices.
 _MAX_GRANT = 32 << 10
-#: Failures of the path, not of the request.
-_PATH_FAILURES = {TransferReason.CUT, TransferReason.TIMEOUT}
 #: Failures after which the receiver asks the sender to free the blocks.
 _TELL = {
-    TransferReason.LAYOUT,
-    TransferReason.BAD_PARAMS,
-    TransferReason.CORRUPT,
-    TransferReason.CANCELLED,
-    TransferReason.STORE,
-    TransferReason.PROTOCOL,
-}
+    TransferReason.LAYOUT, TransferReason.BAD_PARAMS, TransferReason.CORRUPT,
+    TransferReason.CANCELLED, TransferReason.STORE, TransferReason.PROTOCOL,
+}  # fmt: skip
 Address: TypeAlias = tuple[str, int]
 #: Initial pulls per backend and host, before times decide.
 TRIES = 2
@@ -87,16 +82,11 @@ class Pull:
     first: int
     dest: Ints
     done: OnDone | None
-    _cancelled: threading.Event = field(default_factory=threading.Event)
+    cancelled: bool = False
 
     def cancel(self) -> None:
         """Cancel; `done` is still called, and until then the blocks are in use."""
-        self._cancelled.set()
-
-    @property
-    def cancelled(self) -> bool:
-        """True once cancelled."""
-        return self._cancelled.is_set()
+        self.cancelled = True
 
 
 class Receiver:
@@ -154,12 +144,6 @@ class Receiver:
             if not self._closed:
                 self._waiting.append(Pull(params, 0, np.empty(0, dtype=np.int32), None))
                 self._wake.notify()
-
-    @property
-    def pending(self) -> int:
-        """Pulls and refusals waiting for a thread."""
-        with self._wake:
-            return len(self._waiting)
 
     def close(self) -> None:
         """End all pulls (CLOSED) and threads; the store is unused afterwards."""
@@ -316,7 +300,7 @@ class Receiver:
                     self._paths.fail(host, name)
                 continue
             except TransferError as error:
-                if error.reason in _PATH_FAILURES and run.backend == name:
+                if error.reason in PATH_FAILURES and run.backend == name:
                     with self._lock:
                         self._paths.fail(host, name)
                 raise

@@ -34,9 +34,11 @@ from pigou.worker.kv_transfer.side_channel_protocol import (
     Renew,
     Request,
     SideChannelLink,
+    out_of_turn,
     prove_as_sender,
 )
 from pigou.worker.kv_transfer.transfer_params import (
+    PATH_FAILURES,
     TransferConfig,
     TransferError,
     TransferParams,
@@ -219,7 +221,7 @@ class Sender:
                 self._links.pop(link, None)
 
     def _refuse(self, link: SideChannelLink, error: TransferError) -> None:
-        if error.reason in (TransferReason.CUT, TransferReason.TIMEOUT):
+        if error.reason in PATH_FAILURES:
             return
         try:
             link.send(Refuse(error.reason, error.detail))
@@ -230,7 +232,7 @@ class Sender:
         try:
             return link.receive(REQUESTS, MAX_REQUEST)
         except TransferError as error:
-            if error.reason in (TransferReason.CUT, TransferReason.TIMEOUT):
+            if error.reason in PATH_FAILURES:
                 return None
             raise
 
@@ -241,7 +243,7 @@ class Sender:
                 "this sender has no fleet secret; start it with the receiver's",
             )
         if not isinstance(request, Open | Decline):
-            raise TransferError(TransferReason.PROTOCOL, f"{type(request).__name__} out of turn")
+            raise out_of_turn(request)
         if request.engine != self.engine_id:
             raise TransferError(TransferReason.UNKNOWN, "another engine: this sender was restarted")
         wait_s = 0.9 * self._config.timeout / SECOND
@@ -307,9 +309,7 @@ class Sender:
             if isinstance(request, Done):
                 return
             if not isinstance(request, Renew):
-                raise TransferError(
-                    TransferReason.PROTOCOL, f"{type(request).__name__} out of turn"
-                )
+                raise out_of_turn(request)
             self._keep(offer)
 
     def _keep(self, offer: LeasedBlocks) -> None:

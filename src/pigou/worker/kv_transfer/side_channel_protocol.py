@@ -253,8 +253,13 @@ def expect(link: SideChannelLink, kind: type[_Reply], limit: int = 4096) -> _Rep
         reason = TransferReason(reply.reason) if known else TransferReason.PROTOCOL
         raise TransferError(reason, reply.detail[:500])
     if not isinstance(reply, kind):
-        raise TransferError(TransferReason.PROTOCOL, f"{type(reply).__name__} out of turn")
+        raise out_of_turn(reply)
     return reply
+
+
+def out_of_turn(frame: Request | Reply) -> TransferError:
+    """Return the error of a frame that was not due."""
+    return TransferError(TransferReason.PROTOCOL, f"{type(frame).__name__} out of turn")
 
 
 def expect_checksums(link: SideChannelLink, count: int) -> Checksums:

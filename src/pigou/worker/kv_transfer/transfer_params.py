@@ -194,6 +194,10 @@ class TransferReason(StrEnum):
     CLOSED = "closed"
 
 
+#: Failures of the path, not of the request.
+PATH_FAILURES = {TransferReason.CUT, TransferReason.TIMEOUT}
+
+
 class TransferError(Exception):
     """Raised when a transfer cannot continue: a reason, and details for the log."""
 
