@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Plan, Rates, Result
-from pigou.engine.preemption import cheaper, recompute_seconds, swap_seconds
+from pigou.engine.preemption import is_swap_cheaper
 from pigou.request import Request
 
 SWAP = Rates(prefill=1.0, swap=1e9, block_bytes=1)
@@ -142,17 +142,15 @@ def test_the_cheaper_way_takes_no_longer_than_the_other(
     tokens: int, blocks: int, prefill: float, swap: float, size: int
 ) -> None:
     rates = Rates(prefill, swap, size)
-    again, moved = recompute_seconds(tokens, rates), swap_seconds(blocks, rates)
-    assert again == tokens / prefill
-    assert moved == 2 * blocks * size / swap
-    assert cheaper(tokens, blocks, rates) == ("swap" if moved < again else "recompute")
+    again, moved = tokens / prefill, 2 * blocks * size / swap
+    assert is_swap_cheaper(tokens, blocks, rates) == (moved < again)
 
 
 def test_hits_make_both_ways_cheaper() -> None:
     rates = Rates(prefill=100.0, swap=1000.0, block_bytes=100)
-    assert cheaper(160, 10, rates) == "recompute"
-    assert cheaper(250, 10, rates) == "swap"
-    assert cheaper(250, 10, rates, hit_tokens=160, hit_blocks=5) == "recompute"
+    assert not is_swap_cheaper(160, 10, rates)
+    assert is_swap_cheaper(250, 10, rates)
+    assert not is_swap_cheaper(250, 10, rates, hit_tokens=160, hit_blocks=5)
 
 
 def test_rates_that_no_machine_has_are_refused() -> None:
@@ -172,8 +170,8 @@ def test_what_others_keep_in_the_cache_counts_as_a_hit() -> None:
     core.add(Request("second", 17, 8, hashes, arrival=1))
     plan = until_preempted(core)
     assert plan.preempted == ["second"]
-    assert cheaper(20, 5, core.rates) == "swap"
-    assert cheaper(20, 5, core.rates, hit_tokens=16, hit_blocks=4) == "recompute"
+    assert is_swap_cheaper(20, 5, core.rates)
+    assert not is_swap_cheaper(20, 5, core.rates, hit_tokens=16, hit_blocks=4)
     assert not len(plan.swap_out)
 
 

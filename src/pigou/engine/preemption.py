@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 
 from pigou.engine.plan import Rates
@@ -18,23 +16,16 @@ _MIN_TOKENS = 32
 _NEW = 0.1
 
 
-def recompute_seconds(tokens: int, rates: Rates, hit_tokens: int = 0) -> float:
-    """Return the seconds to recompute `tokens`, minus `hit_tokens` expected in the cache."""
-    return (tokens - hit_tokens) / rates.prefill
-
-
-def swap_seconds(blocks: int, rates: Rates, hit_blocks: int = 0) -> float:
-    """Return the seconds to swap `blocks` out, and those without an expected hit in."""
-    return (2 * blocks - hit_blocks) * rates.block_bytes / rates.swap
-
-
-def cheaper(
+def is_swap_cheaper(
     tokens: int, blocks: int, rates: Rates, hit_tokens: int = 0, hit_blocks: int = 0
-) -> Literal["recompute", "swap"]:
-    """Return the cheaper way to preempt; ties recompute, which needs no host memory."""
-    again = recompute_seconds(tokens, rates, hit_tokens)
-    moved = swap_seconds(blocks, rates, hit_blocks)
-    return "swap" if moved < again else "recompute"
+) -> bool:
+    """True if swapping `blocks` out and in takes less time than to recompute `tokens`.
+
+    Hits are expected in the cache, so they are neither swapped in nor recomputed. Ties recompute,
+    which needs no host memory.
+    """
+    again_s = (tokens - hit_tokens) / rates.prefill
+    return (2 * blocks - hit_blocks) * rates.block_bytes / rates.swap < again_s
 
 
 class RateMeter:
@@ -93,4 +84,4 @@ def _swaps(state: EngineState, seq: Sequence, computed: int, used: int) -> bool:
     shared = state.prefix.match(seq.hashes, cached).blocks
     unshared = np.flatnonzero(state.pool.refs(shared) < 2)
     hits = int(unshared[0]) if len(unshared) else len(shared)
-    return cheaper(computed, used, state.rates, hits * size, hits) == "swap"
+    return is_swap_cheaper(computed, used, state.rates, hits * size, hits)

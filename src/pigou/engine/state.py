@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,8 +28,7 @@ from pigou.request import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PinnedBlocks:
+class PinnedBlocks(NamedTuple):
     """Blocks referenced without a row: for a pull, or while something writes to them."""
 
     blocks: Ints  # ids in the order of the sequence, shape (n,)
@@ -37,8 +36,7 @@ class PinnedBlocks:
     duplicates: bool  # whether some block of the sequence has its hash cached elsewhere
 
 
-@dataclass(slots=True)
-class EngineStats:
+class EngineStats(msgspec.Struct):
     """Totals since the start."""
 
     queried_tokens: int = 0  # tokens of prompts looked up in the prefix cache
