@@ -356,27 +356,14 @@ def tier_figures(tiers: OffloadConnector) -> Iterator[tuple[tuple[str], TierFigu
     parts = zip(tiers.status().items(), tiers.tiers.tiers, tiers.tiers.counts, strict=True)
     for (name, status), tier, counts in parts:
         reads, writes = status.reads, status.writes
-        yield (
-            (name,),
-            TierFigures(
-                len(tier),
-                float(getattr(tier.policy, "price", 0.0)),
-                reads.blocks + writes.blocks,
-                reads.refused + writes.refused,
-                counts,
-                status,
-            ),
-        )
+        yield (name,), TierFigures(
+            len(tier), float(getattr(tier.policy, "price", 0.0)), reads.blocks + writes.blocks,
+            reads.refused + writes.refused, counts, status,
+        )  # fmt: skip
 
 
 def health_of(tiers: OffloadConnector) -> dict[str, dict[str, Any]]:
     """Return each tier's store health, by name, with the reason if it is down."""
-    return {
-        name: {
-            "up": status.up,
-            "reason": status.reason,
-            "used_bytes": status.used_bytes,
-            "cap_bytes": status.cap_bytes,
-        }
-        for name, status in tiers.status().items()
-    }
+    shown = ("up", "reason", "used_bytes", "cap_bytes")
+    statuses = tiers.status().items()
+    return {name: {key: getattr(status, key) for key in shown} for name, status in statuses}

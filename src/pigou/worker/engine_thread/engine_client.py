@@ -193,10 +193,11 @@ class EngineClient:
             self._metrics.step(report.computed)
         for begun in report.begun:
             self._isolated(begun.request, self._begin, begun)
-        for chunk in report.chunks:
-            self._note_chunk(*chunk)
+        for request, start_ns, end_ns, tokens in report.chunks:
+            if (flight := self._flights.get(request)) is not None:
+                flight[0].chunks = (*flight[0].chunks, (start_ns, end_ns, tokens))
         for request, prompt in report.prompts:
-            self._isolated(request, self._explain_prompt, request, prompt)
+            self._isolated(request, _explain_prompt, prompt)
         for request, states in report.pooled:
             if (flight := self._flights.get(request)) is not None:
                 flight[0].pooled = states
@@ -211,63 +212,40 @@ class EngineClient:
             )
             self._fail(failed.request, error)
         for finished in report.finished:
-            self._isolated(finished.request, self._finish, finished, report.tickets)
+            ticket = report.tickets.get(finished.request)
+            self._isolated(finished.request, self._finish, finished, ticket)
         if report.events:
             self._publish(report.events)
 
     def _isolated(
-        self, request: str, work: Callable[[*_Arguments], None], *args: *_Arguments
-    ) -> None:
+        self, request: str, work: Callable[[ReplySequence, Reply, Add, *_Arguments], None],
+        *args: *_Arguments,
+    ) -> None:  # fmt: skip
         """Handle one request's part of a report; an exception fails that request alone."""
-        flight = self._flights.get(request)
+        if (flight := self._flights.get(request)) is None:
+            return
         try:
-            work(*args)
+            work(*flight, *args)
         except Exception as error:
-            self._broke(request, None if flight is None else flight[1], error)
+            self._broke(request, flight[1], error)
 
-    def _broke(self, request: str, reply: Reply | None, error: Exception) -> None:
+    def _broke(self, request: str, reply: Reply, error: Exception) -> None:
         extra = about(request)
         log.error("request %s failed on its way out, alone", request, exc_info=error, extra=extra)
         self._flights.pop(request, None)
         self._put(Abort(request))
-        if reply is None:
-            return
         why = f"{type(error).__name__}: {error}"[:300]
         message = f"The worker failed on this request alone ({why})."
         reply.fail(APIError(500, message, type=REQUEST_FAILED))
         self.cancel(reply)
         self._settled()
 
-    def _begin(self, begun: Begun) -> None:
-        flight = self._flights.get(begun.request)
-        if flight is None or flight[0].begun:
+    def _begin(self, sequence: ReplySequence, _: Reply, add: Add, begun: Begun) -> None:
+        if sequence.begun:
             return
-        sequence, _, add = flight
-        sequence.begun = begun.now
+        sequence.begun, sequence.loading = begun.now, begun.loading
         sequence.cached, sequence.loaded = begun.computed, begun.loaded
-        sequence.loading = begun.loading
         self._metrics.begun(sequence, add.request.remote)
-
-    def _note_chunk(self, request: str, start_ns: int, end_ns: int, tokens: int) -> None:
-        flight = self._flights.get(request)
-        if flight is not None:
-            flight[0].chunks = (*flight[0].chunks, (start_ns, end_ns, tokens))
-
-    def _explain_prompt(self, request: str, reports: list[Report | None]) -> None:
-        flight = self._flights.get(request)
-        if flight is None:
-            return
-        sequence, reply, _ = flight
-        assert sequence.explainer is not None
-        explainer = sequence.explainer.fresh()
-        logprobs = [
-            explainer.bare(token) if report is None else explainer.explain(report)
-            for token, report in zip(sequence.prompt, reports, strict=True)
-        ]
-        sequence.prompt_logprobs = logprobs
-        options = reply.options
-        if options.echo is not None and options.logprobs and not options.resumed:
-            sequence.logprobs += logprobs
 
     def _take_tokens(self, report: EngineReport) -> None:
         flights, metrics, now = self._flights, self._metrics, report.now
@@ -296,11 +274,11 @@ class EngineClient:
             self._left(flight[1])
             self._settled()
 
-    def _finish(self, finished: Finished, tickets: dict[str, dict[str, Any]]) -> None:
-        flight = self._flights.pop(finished.request, None)
-        if flight is None:
-            return
-        sequence, reply, add = flight
+    def _finish(
+        self, sequence: ReplySequence, reply: Reply, add: Add, finished: Finished,
+        ticket: dict[str, Any] | None,
+    ) -> None:  # fmt: skip
+        del self._flights[finished.request]
         sequence.preemptions = finished.preemptions
         self._follow(finished.request)
         self._left(reply)
@@ -312,7 +290,7 @@ class EngineClient:
         else:
             reply.fail(APIError(500, f"The engine ended the request: {reason}."))
         self._metrics.finished(sequence, finished, reason, add.params.max_tokens)
-        reply.hand_over(tickets.get(finished.request))
+        reply.hand_over(ticket)
         self._settled()
 
     def _settled(self) -> None:
@@ -323,6 +301,21 @@ class EngineClient:
         """Call `call` whenever nothing is in flight; now, if that is the case."""
         self._shaken = call
         self._settled()
+
+
+def _explain_prompt(
+    sequence: ReplySequence, reply: Reply, _: Add, reports: list[Report | None]
+) -> None:
+    assert sequence.explainer is not None
+    explainer = sequence.explainer.fresh()
+    logprobs = [
+        explainer.bare(token) if report is None else explainer.explain(report)
+        for token, report in zip(sequence.prompt, reports, strict=True)
+    ]
+    sequence.prompt_logprobs = logprobs
+    options = reply.options
+    if options.echo is not None and options.logprobs and not options.resumed:
+        sequence.logprobs += logprobs
 
 
 class WaitingSequences:

@@ -99,24 +99,18 @@ class MockBackend:
         self._choices = [token for token in range(first, vocab) if token not in eos]
         self._sequences: dict[str, _MockSequence] = {}
         self._rows: dict[int, str] = {}
-        self._beat: Callable[[], None] = _ignore
+        self._beat: Callable[[], None] = lambda: None
 
     def set_beat(self, beat: Callable[[], None]) -> None:
         """Call `beat` every half second of a step."""
         self._beat = beat
 
     def add(
-        self,
-        request: str,
-        tokens: list[int],
-        params: SamplingParams,
-        *,
-        seed: bytes,
-        resume: int = 0,
-        hashes: BlockHashes | None = None,
+        self, request: str, tokens: list[int], params: SamplingParams, *, seed: bytes,
+        resume: int = 0, hashes: BlockHashes | None = None,
         grammar: GrammarState | None = None,  # noqa: ARG002
         adapter: str = "",  # noqa: ARG002
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Add a request; grammars are not supported."""
         if params.grammar is not None:
             self.refuse(params.grammar)
@@ -232,18 +226,6 @@ def _sleep_until(when: int, beat: Callable[[], None]) -> None:
         time.sleep(left / SECOND)
 
 
-def _ignore() -> None:
-    """Do nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class MockTimes:
-    """Timing of a mock worker."""
-
-    timing: Timing
-    link: SimulatedLink | None = None  # for incoming blocks; None takes no time
-
-
 class _LinkKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Keys of a link, see `read_link`."""
 
@@ -251,8 +233,13 @@ class _LinkKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     latency_us: float = 200.0
 
 
-def timed(spec: str, model: str, gpu: str, tp: int, link: str, block_size: int) -> MockTimes:
-    """Build a worker's timing; raises ConfigError if a value is invalid."""
+def timed(
+    spec: str, model: str, gpu: str, tp: int, link: str, block_size: int
+) -> tuple[Timing, SimulatedLink | None]:
+    """Build a worker's timing, and its link for incoming blocks; None takes no time.
+
+    Raises ConfigError if a value is invalid.
+    """
     built = build_timing(spec, model, gpu, tp)
     if built.overhead_s and not is_measured(spec):  # measured workers include their own overhead
         raise ConfigError(
@@ -260,11 +247,10 @@ def timed(spec: str, model: str, gpu: str, tp: int, link: str, block_size: int) 
             "and the worker; a worker cannot add that: give overhead=0"
         )
     if not link:
-        return MockTimes(built.timing)
+        return built.timing, None
     config = read_link(link)
-    return MockTimes(
-        built.timing, SimulatedLink(config, kv_bytes(model) * block_size if config.gbps else 0)
-    )
+    block_bytes = kv_bytes(model) * block_size if config.gbps else 0
+    return built.timing, SimulatedLink(config, block_bytes)
 
 
 def read_mock_adapter(nanoseconds: int, folder: Path) -> SimpleNamespace:

@@ -18,10 +18,12 @@ from pigou.engine.core import EngineCore
 from pigou.engine.preemption import RateMeter
 from pigou.kv.block import KVLayout
 from pigou.models import bundled_path
+from pigou.models.architecture import Architecture
 from pigou.models.read import architecture, read_architecture
 from pigou.request import SECOND, Ints, Rehearsed
 from pigou.runtime.stores.offloader import KVOffloader
 from pigou.runtime.stores.store import DeviceBlocks
+from pigou.sim.timing import Timing
 from pigou.text.model_files import read_object, within
 from pigou.text.tokenizer import Tokenizer
 from pigou.wire.names import advertised
@@ -33,7 +35,6 @@ from pigou.worker.engine_thread.commands import Backend
 from pigou.worker.engine_thread.kv_offload import WorkerTiers, open_tiers
 from pigou.worker.engine_thread.mock_worker import (
     MockBackend,
-    MockTimes,
     SimulatedLink,
     TimingLaw,
     read_mock_adapter,
@@ -192,7 +193,9 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
     return WorkerParts(
         model, core, executor, cache, memory, meter, pool, tiers=_open(tiers, cache),
         experts=None if loads is None else loads.report,
-        work=_work(loaded.folder, name, device_name(loaded.device)),
+        work=_work(
+            lambda: read_architecture(loaded.folder, dtype=name), device_name(loaded.device)
+        ),
         measure=partial(
             measured, device=loaded.device, weights=tensor_bytes(loaded.decoder),
             cache=blocks * layout.block_bytes, adapters=0 if bank is None else bank.bytes,
@@ -201,10 +204,10 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
     )  # fmt: skip
 
 
-def _work(folder: Path, dtype: str, gpu: str) -> WorkEstimate | None:
+def _work(read: Callable[[], Architecture], gpu: str, tp: int = 1) -> WorkEstimate | None:
     """Return the work estimate of a model; None if its layers are not described."""
     try:
-        return estimate_of(read_architecture(folder, dtype=dtype), gpu)
+        return estimate_of(read(), gpu, tp)
     except ConfigError as error:
         log.info("no estimate of work: %s", error)
         return None
@@ -242,9 +245,10 @@ def _build_sleeping(config: WorkerConfig) -> WorkerParts:
     data = memory.buffer if memory is not None else np.zeros(blocks * _SLEEP_BYTES, dtype=np.uint8)
     tokenizer = Tokenizer.load(folder)
     vocab = vocab or len(tokenizer.vocabulary)
-    times = _times(config, folder)
+    timed_model = config.timing_model or str(folder)
+    timing, link = _times(config, timed_model)
     hidden = tokenizer.eos | tokenizer.vocabulary.special
-    backend = MockBackend(times.timing, config.block_size, len(tokenizer.vocabulary), hidden)
+    backend = MockBackend(timing, config.block_size, len(tokenizer.vocabulary), hidden)
     limits = ModelLimits(core.config.max_model_len, vocab)
     model = _served(
         config, folder, eos=tokenizer.eos, digest="sleep", limits=limits,
@@ -253,27 +257,19 @@ def _build_sleeping(config: WorkerConfig) -> WorkerParts:
     store = HostBlockStore(layout, data[: blocks * _SLEEP_BYTES].reshape(blocks, _SLEEP_BYTES))
     return WorkerParts(
         model, core, backend, store, memory, None, GrammarSource(backend.refuse), backend.rest,
-        times.link, _open(tiers, store), work=_pretended_work(config, folder),
+        link, _open(tiers, store),
+        work=_work(partial(architecture, timed_model), config.timing_gpu, config.timing_tp),
     )  # fmt: skip
 
 
-def _times(config: WorkerConfig, folder: Path) -> MockTimes:
+def _times(config: WorkerConfig, model: str) -> tuple[Timing, SimulatedLink | None]:
     if not config.timing:
         law = TimingLaw(config.sleep_base, config.sleep_per_seq, config.sleep_prefill_rate)
-        return MockTimes(law)
+        return law, None
     return timed(
-        config.timing, config.timing_model or str(folder), config.timing_gpu, config.timing_tp,
-        config.timing_link, config.block_size,
+        config.timing, model, config.timing_gpu, config.timing_tp, config.timing_link,
+        config.block_size,
     )  # fmt: skip
-
-
-def _pretended_work(config: WorkerConfig, folder: Path) -> WorkEstimate | None:
-    """Return the work estimate of the simulated model and GPU; None without either."""
-    try:
-        shape = architecture(config.timing_model or str(folder))
-    except ConfigError:
-        return None
-    return estimate_of(shape, config.timing_gpu, config.timing_tp or 1)
 
 
 def _context(spec: dict[str, Any]) -> int:
@@ -316,20 +312,14 @@ def _blocks(config: WorkerConfig, layout: KVLayout, max_tokens: int, room: int) 
     return max(1, min(wanted, room // layout.block_bytes))
 
 
-def _core(
-    config: WorkerConfig, blocks: int, max_tokens: int, tiers: WorkerTiers | None
-) -> EngineCore:
-    limits = _engine_config(config, blocks, max_tokens)
-    epoch_ns = time.time_ns() - time.monotonic_ns()  # Unix time at monotonic time 0
-    return EngineCore(limits, epoch_ns, tiers.tiers if tiers is not None else None)
-
-
 def _open(tiers: WorkerTiers | None, device: DeviceBlocks) -> tuple[list[str], KVOffloader] | None:
     return None if tiers is None else (tiers.names, tiers.offloader(device))
 
 
-def _engine_config(config: WorkerConfig, blocks: int, max_tokens: int) -> EngineConfig:
-    """Return the core's limits; a sequence fits in the cache."""
+def _core(
+    config: WorkerConfig, blocks: int, max_tokens: int, tiers: WorkerTiers | None
+) -> EngineCore:
+    """Create the core; a sequence fits in the cache."""
     cache_tokens = blocks * config.block_size
     if config.max_model_len > cache_tokens:
         raise ConfigError(
@@ -337,7 +327,7 @@ def _engine_config(config: WorkerConfig, blocks: int, max_tokens: int) -> Engine
             f"tokens hold {cache_tokens}: lower it, or give more blocks or memory"
         )
     drafting = config.speculation
-    return EngineConfig(
+    limits = EngineConfig(
         blocks=blocks, block_size=config.block_size, host_blocks=config.host_blocks,
         max_seqs=config.max_seqs, max_batched_tokens=config.max_batched_tokens,
         max_background_tokens=config.max_background_tokens,
@@ -348,6 +338,8 @@ def _engine_config(config: WorkerConfig, blocks: int, max_tokens: int) -> Engine
         num_speculative_tokens=drafting.num_speculative_tokens if drafting is not None else 0,
         max_loras=config.max_loras if config.enable_lora else 0,
     )  # fmt: skip
+    epoch_ns = time.time_ns() - time.monotonic_ns()  # Unix time at monotonic time 0
+    return EngineCore(limits, epoch_ns, tiers.tiers if tiers is not None else None)
 
 
 def _shared_memory(config: WorkerConfig, size: int) -> SharedMemory | None:
