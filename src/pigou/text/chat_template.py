@@ -116,16 +116,12 @@ def _raise(message: str) -> NoReturn:
 
 
 def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+    value: Any, ensure_ascii: bool = False, indent: int | None = None,
+    separators: tuple[str, str] | None = None, sort_keys: bool = False,
+) -> str:  # fmt: skip
     """Return JSON; unlike Jinja's own filter it escapes nothing for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                      sort_keys=sort_keys)  # fmt: skip
 
 
 def _now(form: str) -> str:
@@ -159,11 +155,8 @@ class ChatTemplate:
         """Compile `default`, `tool_use` and `rag`; None without `default`. Raises ValueError."""
         if _DEFAULT not in templates:
             return None
-        uses = {
-            variable: cls(templates[use], names)
-            for variable, use in _USES.items()
-            if use in templates
-        }
+        given = {variable: use for variable, use in _USES.items() if use in templates}
+        uses = {variable: cls(templates[use], names) for variable, use in given.items()}
         return cls(templates[_DEFAULT], names, uses)
 
     @property
@@ -186,25 +179,12 @@ class ChatTemplate:
         `continue_final_message` ends the prompt within the final message.
         """
         given: dict[str, Any] = {"tools": None, "documents": None, **(variables or {})}
-        use = next((self._uses[name] for name in self._uses if given[name] is not None), None)
-        if use is not None:
-            return use.render(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                variables=variables,
-            )
-        shown = [self._prepare(message) for message in messages]
+        use = next((self._uses[name] for name in self._uses if given[name] is not None), self)
+        shown = [use._prepare(message) for message in messages]
         final = _mark_end(shown) if continue_final_message else ""
+        given |= {"messages": shown, "add_generation_prompt": add_generation_prompt}
         try:
-            text: str = self._template.render(
-                **{
-                    **self._names,
-                    **given,
-                    "messages": shown,
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
+            text: str = use._template.render(**{**self._names, **given})
         except ChatError:
             raise
         except _FAILURES as error:
@@ -372,16 +352,15 @@ def _is(node: nodes.Node | None, key: str, names: set[str]) -> bool:
         node = node.node
     match node:
         case nodes.Name(name=name):
-            own = name in names
+            return name in names
         case nodes.Getattr(attr=attr):
-            own = attr == key or attr in names
-        case nodes.Getitem(arg=nodes.Const(value=value)):
-            own = value == key
-        case nodes.Call(node=nodes.Getattr(attr="get"), args=[nodes.Const(value=value), *_]):
-            own = value == key
-        case _:
-            own = False
-    return own
+            return attr == key or attr in names
+        case (
+            nodes.Getitem(arg=nodes.Const(value=value))
+            | nodes.Call(node=nodes.Getattr(attr="get"), args=[nodes.Const(value=value), *_])
+        ):
+            return bool(value == key)
+    return False
 
 
 def _is_slice(node: nodes.Node | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,14 +70,12 @@ def read_tokenizer(folder: Path) -> str:
 def _numbered_tokens(settings: Mapping[str, Any]) -> list[tuple[int | None, dict[str, Any]]]:
     table = settings.get("added_tokens_decoder") or {}
     try:
-        tokens = [
-            (
-                int(number),
-                {"content": token["content"]} | {k: token[k] for k in _PROPERTIES if k in token},
-            )
+        tokens = {
+            int(number): {k: token[k] for k in _PROPERTIES if k in token}
+            | {"content": token["content"]}
             for number, token in table.items()
-        ]
-        return sorted(tokens, key=lambda pair: pair[0] or 0)
+        }
+        return sorted(tokens.items())
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError("added_tokens_decoder must hold tokens by id") from None
 
@@ -149,27 +147,21 @@ def find_tokenizer(name: str, *, download: bool = False) -> Path | None:
     return folder if (folder / "tokenizer.json").is_file() else None
 
 
-def end_tokens(
-    *,
-    settings: Mapping[str, Any],
-    special: Mapping[str, Any],
-    generation: Mapping[str, Any],
-    config: Mapping[str, Any],
-    templates: Iterable[str],
-    token_id: Callable[[str], int | None],
-) -> frozenset[int]:
+def end_tokens(folder: Path, token_id: Callable[[str], int | None]) -> frozenset[int]:
     """Return all end token ids named by a model's files, as vLLM and transformers do; ValueError.
 
-    A template in ChatML adds `<|im_end|>`. `settings` is `tokenizer_config.json`, `special`
-    `special_tokens_map.json`; `token_id` maps text to an id or None.
+    A template in ChatML adds `<|im_end|>`. `token_id` maps text to an id or None.
     """
+    settings = read_object(folder / "tokenizer_config.json")
+    special = read_object(folder / "special_tokens_map.json")
     names = [content_of(settings.get("eos_token")), content_of(special.get("eos_token"))]
-    if any(CHATML_END in template for template in templates):
+    if any(CHATML_END in template for template in read_templates(folder, settings).values()):
         names.append(CHATML_END)
     ids = {index for name in names if name and (index := token_id(name)) is not None}
+    config = read_object(folder / "config.json")
     inner = config.get("text_config")
     sources = {
-        "generation_config.json": generation,
+        "generation_config.json": read_object(folder / "generation_config.json"),
         "config.json": config,
         "config.json (text_config)": inner if isinstance(inner, dict) else {},
     }
@@ -180,16 +172,7 @@ def end_tokens(
 
 def read_end_tokens(folder: Path, rows: int) -> frozenset[int]:
     """Return a folder's end tokens within the logits; raises ValueError."""
-    settings = read_object(folder / "tokenizer_config.json")
-    ids = end_tokens(
-        settings=settings,
-        special=read_object(folder / "special_tokens_map.json"),
-        generation=read_object(folder / "generation_config.json"),
-        config=read_object(folder / "config.json"),
-        templates=read_templates(folder, settings).values(),
-        token_id=_ids_by_text(folder, settings),
-    )
-    return within(ids, rows)
+    return within(end_tokens(folder, _ids_by_text(folder)), rows)
 
 
 def within(ids: frozenset[int], rows: int) -> frozenset[int]:
@@ -202,9 +185,9 @@ def within(ids: frozenset[int], rows: int) -> frozenset[int]:
     return ids.difference(outside)
 
 
-def _ids_by_text(folder: Path, settings: Mapping[str, Any]) -> Callable[[str], int | None]:
+def _ids_by_text(folder: Path) -> Callable[[str], int | None]:
     """Return a look-up of token ids; the large tokenizer.json is read only where it must be."""
-    added = settings.get("added_tokens_decoder")
+    added = read_object(folder / "tokenizer_config.json").get("added_tokens_decoder")
     ids = {
         content_of(token): int(key)
         for key, token in (added if isinstance(added, dict) else {}).items()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pigou.text.tool_calls import CallArguments, CallStart, Event, Thought, ToolParser, cut
+from pigou.text.tool_calls import CallArguments, CallStart, Event, Thought, ToolParser, cut, is_open
 
 if TYPE_CHECKING:
     from pigou.text.tokenizer import Tokenizer
@@ -57,12 +57,9 @@ def begins_inside(family: ReasoningFamily, prompt: str, final: str | None) -> bo
 
     `final` is the text of a final message that the reply continues, if any.
     """
-    if final is not None:
-        return max(map(final.rfind, family.opens), default=-1) > max(
-            map(final.rfind, family.closes)
-        )
-    end = prompt.rstrip()
-    return end.endswith(family.opens) or (family.inside and not end.endswith(family.closes))
+    if is_open(family.opens, family.closes, prompt, final):
+        return True
+    return final is None and family.inside and not prompt.rstrip().endswith(family.closes)
 
 
 class ThinkParser(ToolParser):

@@ -166,22 +166,13 @@ def _read(folder: Path) -> Tokenizer:
     backend.no_padding()
     settings = read_object(folder / "tokenizer_config.json")
     named = read_object(folder / "special_tokens_map.json")
-    generation = read_object(folder / "generation_config.json")
-    templates = read_templates(folder, settings)
     words = vocabulary(
         backend.get_vocab(with_added_tokens=True),
         {index for index, token in backend.get_added_tokens_decoder().items() if token.special},
         pipeline.get("decoder"),
         partial(backend.decode, skip_special_tokens=False),
     )
-    eos = end_tokens(
-        settings=settings,
-        special=named,
-        generation=generation,
-        config=read_object(folder / "config.json"),
-        templates=templates.values(),
-        token_id=backend.token_to_id,
-    )
+    eos = end_tokens(folder, backend.token_to_id)
     if not eos:
         raise ValueError("no end token: tokenizer_config, generation_config and config lack it")
     return Tokenizer(
@@ -194,8 +185,8 @@ def _read(folder: Path) -> Tokenizer:
             for key, value in source.items()
             if key.endswith("_token") and (content := content_of(value)) is not None
         },
-        templates=templates,
-        generation=generation,
+        templates=read_templates(folder, settings),
+        generation=read_object(folder / "generation_config.json"),
         control=ControlTokens(backend, eos),
         segments=SegmentCache.of(backend, pipeline),
     )

@@ -25,27 +25,12 @@ ParserName = Literal["hermes", "llama3_json", "mistral", "deepseek_v3", "kimi_k2
 PARSERS: tuple[ParserName, ...] = get_args(ParserName)
 #: Begin and end of reasoning, which has no calls.
 REASONING: Mapping[str, str] = {"<think>": "</think>", "[THINK]": "[/THINK]"}
-#: Markup tokens of a format, shown to its parser.
-MARKUP: Mapping[str, tuple[str, ...]] = {
-    "hermes": ("<tool_call>", "</tool_call>"),
-    "llama3_json": ("<|python_tag|>",),
-    "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-    "deepseek_v3": (
-        "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
-        "<｜tool▁calls▁end｜>",
-    ),
-    "kimi_k2": (
-        "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
-        "<|tool_call_end|>", "<|tool_calls_section_end|>",
-    ),
-}  # fmt: skip
 _MISTRAL_HEAD = re.compile(r"([\w.-]+?)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 #: Possible beginning of such a head; more characters are content.
 _MISTRAL_BEGUN = re.compile(r"[\w.-]{1,128}\s*(?:\[[A-Z_]*\]?\s*[\w-]{0,64}\s*){0,2}")
 _FENCES = ("```json", "```tool_call", "```")
 #: An open code fence at the end of a text, or what may become one.
 _FENCE_END = re.compile(r"`{1,3}\w{0,12}\Z")
-_OPEN_REASONING = re.compile(r"(<think>|\[THINK\])\s*\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,10 +235,9 @@ class MarkedParser(ToolParser):
 
     OPEN: ClassVar[str]
     CLOSE: ClassVar[str] = ""
-    #: Marks around all calls, which are not content.
-    SECTION: ClassVar[tuple[str, ...]] = ()
-    #: Calls need no marker.
-    BARE: ClassVar[bool] = False
+    SECTION: ClassVar[tuple[str, ...]] = ()  # marks around all calls, which are not content
+    HEAD_MARKS: ClassVar[tuple[str, ...]] = ()  # marks between a call's name and its arguments
+    BARE: ClassVar[bool] = False  # calls need no marker
 
     def __init__(self, names: Collection[str] = (), reasoning: str = "") -> None:
         super().__init__()
@@ -421,6 +405,7 @@ class MistralParser(MarkedParser):
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}`."""
 
     OPEN = "[TOOL_CALLS]"
+    HEAD_MARKS: ClassVar[tuple[str, ...]] = ("[ARGS]", "[CALL_ID]")
     #: Name of a call and what follows it, and what may become such a head.
     HEAD, BEGUN = _MISTRAL_HEAD, _MISTRAL_BEGUN
 
@@ -451,6 +436,7 @@ class DeepSeekParser(MistralParser):
 
     SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     OPEN, CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    HEAD_MARKS = ("<｜tool▁sep｜>",)
     HEAD = re.compile(
         r"(?:function<｜tool▁sep｜>)?([\w.-]{1,128})(?:<｜tool▁sep｜>)?\s{0,8}(?:```json\s{0,8})?(?=\{)"
     )
@@ -465,6 +451,7 @@ class KimiParser(DeepSeekParser):
 
     SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
     OPEN, CLOSE = "<|tool_call_begin|>", "<|tool_call_end|>"
+    HEAD_MARKS = ("<|tool_call_argument_begin|>",)
     HEAD = re.compile(
         r"(?:functions\.)?([\w.-]{1,128})(?::\d{1,6})?\s{0,8}"
         r"<\|tool_call_argument_begin\|>\s{0,8}(?=\{)"
@@ -499,35 +486,48 @@ class NamedParser(ToolParser):
         return [*start, CallArguments(0, piece)]
 
 
+_KINDS: Mapping[ParserName, type[MarkedParser]] = {
+    "hermes": HermesParser, "llama3_json": LlamaParser, "mistral": MistralParser,
+    "deepseek_v3": DeepSeekParser, "kimi_k2": KimiParser,
+}  # fmt: skip
+#: Markup tokens of a format, shown to its parser.
+MARKUP: Mapping[ParserName, tuple[str, ...]] = {
+    name: tuple(filter(None, (kind.OPEN, kind.CLOSE, *kind.SECTION, *kind.HEAD_MARKS)))
+    for name, kind in _KINDS.items()
+}
+
+
 def detect_parser(template: str | None) -> ParserName | None:
     """Return a chat template's tool call format, or None."""
-    if template is None:
-        return None
-    if "[TOOL_CALLS]" in template:
+    text = template or ""
+    if "[TOOL_CALLS]" in text:
         return "mistral"
-    if "<｜tool▁calls▁begin｜>" in template:
+    if "<｜tool▁calls▁begin｜>" in text:
         return "deepseek_v3"
-    if "<|tool_call_begin|>" in template:
+    if "<|tool_call_begin|>" in text:
         return "kimi_k2"
-    if "<tool_call>" in template and "<function=" not in template:
+    if "<tool_call>" in text and "<function=" not in text:
         return "hermes"
-    llama = "<|python_tag|>" in template or "<|start_header_id|>" in template
-    return "llama3_json" if llama and "parameters" in template else None
+    llama = "<|python_tag|>" in text or "<|start_header_id|>" in text
+    return "llama3_json" if llama and "parameters" in text else None
 
 
 def make_parser(name: ParserName, functions: Collection[str], reasoning: str = "") -> ToolParser:
     """Return a fresh parser of a format; `reasoning` is the tag that opened it before the text."""
-    kinds = {
-        "hermes": HermesParser, "llama3_json": LlamaParser, "mistral": MistralParser,
-        "deepseek_v3": DeepSeekParser, "kimi_k2": KimiParser,
-    }  # fmt: skip
-    return kinds[name](functions, reasoning)
+    return _KINDS[name](functions, reasoning)
+
+
+def is_open(
+    opens: Collection[str], closes: Collection[str], prompt: str, final: str | None
+) -> bool:
+    """Return whether a prompt ends within tags; `final` is the text of a message it continues."""
+    if final is None:
+        return prompt.rstrip().endswith(tuple(opens))
+    opened = max(map(final.rfind, opens), default=-1)
+    return opened > max(map(final.rfind, closes))
 
 
 def open_reasoning(prompt: str, final: str | None) -> str:
     """Return the open reasoning tag at the start of a reply, or ""."""
-    if final is None:
-        match = _OPEN_REASONING.search(prompt)
-        return match[1] if match else ""
-    opened = (mark for mark, end in REASONING.items() if final.rfind(mark) > final.rfind(end))
-    return next(opened, "")
+    tags = (tag for tag, end in REASONING.items() if is_open((tag,), (end,), prompt, final))
+    return next(tags, "")

@@ -69,8 +69,7 @@ def raise_descriptor_limit() -> int:
 def connection_cap(limits: ConnectionLimits, descriptors: int) -> int:
     """Return the most connections: each may need a second descriptor, to a worker."""
     fitting = max(16, (descriptors - _OTHER_DESCRIPTORS) // 2) if descriptors else 16_384
-    wanted = limits.max_connections or 16_384
-    return min(wanted, fitting)
+    return min(limits.max_connections or 16_384, fitting)
 
 
 class Connections:
@@ -119,8 +118,7 @@ class Connections:
         """Whether one more of an address may take a reserved place that is not for probes alone."""
         working = [one for one in self._open if one.reserved and not one.for_probes]
         own = sum(connection.peer == peer for connection in working)
-        places = self._reserve - self._reserve // 2
-        left = places - len(working)
+        left = self._reserve - self._reserve // 2 - len(working)
         return left > 0 and 2 * (own + 1) <= left + own + 1
 
     def _evict(self) -> bool:
@@ -147,17 +145,12 @@ class LimitedHandler(RequestHandler):
         self, server: web.Server, connections: Connections, limits: ConnectionLimits
     ) -> None:
         super().__init__(
-            server,
-            loop=asyncio.get_running_loop(),
+            server, loop=asyncio.get_running_loop(),
             access_log=None,  # type: ignore[arg-type]
-            keepalive_timeout=limits.keepalive_s,
-            max_line_size=limits.max_line,
-            max_field_size=limits.max_header,
-            max_headers=limits.max_headers,
-            read_bufsize=limits.read_buffer,
-            lingering_time=2.0,
-            auto_decompress=False,
-        )
+            keepalive_timeout=limits.keepalive_s, max_line_size=limits.max_line,
+            max_field_size=limits.max_header, max_headers=limits.max_headers,
+            read_bufsize=limits.read_buffer, lingering_time=2.0, auto_decompress=False,
+        )  # fmt: skip
         self._connections = connections
         self._head_s = limits.head_timeout_s
         self._head_timer: asyncio.TimerHandle | None = None
@@ -188,7 +181,8 @@ class LimitedHandler(RequestHandler):
         self.peer = str(name[0]) if isinstance(name, tuple) and name else ""
         if not self._connections.admit(self):
             self._manager = None  # it never joins the server's connections
-            _refuse(transport)
+            cast(asyncio.Transport, transport).write(_raw(too_many_connections()))
+            transport.close()
             return
         super().connection_made(transport)
         self._await_head()
@@ -316,12 +310,9 @@ class Factory:
         descriptors = raise_descriptor_limit()
         cap = connection_cap(limits, descriptors)
         if 0 < descriptors < _FEW_DESCRIPTORS:
-            _log.warning(
-                "at most %d files may be open (RLIMIT_NOFILE), so that %d connections fit; "
-                "raise it with `ulimit -Hn` or LimitNOFILE=",
-                descriptors,
-                cap,
-            )
+            _log.warning("at most %d files may be open (RLIMIT_NOFILE), so that %d connections "
+                         "fit; raise it with `ulimit -Hn` or LimitNOFILE=", descriptors,
+                         cap)  # fmt: skip
         self.connections = Connections(cap, limits.max_peer_connections)
 
     def __call__(self) -> LimitedHandler:
@@ -349,31 +340,30 @@ async def tell_request_id(request: web.BaseRequest, response: web.StreamResponse
 
 def mark_event_stream(request: web.BaseRequest) -> None:
     """Mark a reply as an event stream."""
-    protocol: Any = request.protocol
-    if isinstance(protocol, LimitedHandler):
-        protocol.streams_events = True
+    if (handler := _handler(request)) is not None:
+        handler.streams_events = True
 
 
 def is_reserved(request: web.BaseRequest) -> bool:
     """Whether a request came over a connection above the cap."""
-    protocol: Any = request.protocol
-    return isinstance(protocol, LimitedHandler) and protocol.reserved
+    handler = _handler(request)
+    return handler is not None and handler.reserved
 
 
 def serves_probes_alone(request: web.BaseRequest) -> bool:
     """True on a connection reserved for health probes."""
+    handler = _handler(request)
+    return handler is not None and handler.for_probes
+
+
+def _handler(request: web.BaseRequest) -> LimitedHandler | None:
     protocol: Any = request.protocol
-    return isinstance(protocol, LimitedHandler) and protocol.for_probes
+    return protocol if isinstance(protocol, LimitedHandler) else None
 
 
 def too_many_connections() -> APIError:
     """Return the error for a connection above the cap."""
     return APIError(503, "The server has too many connections. Try again later.", retry_after=1)
-
-
-def _refuse(transport: asyncio.BaseTransport) -> None:
-    cast(asyncio.Transport, transport).write(_raw(too_many_connections()))
-    transport.close()
 
 
 def _raw(error: APIError) -> bytes:

@@ -59,6 +59,10 @@ _token_decoder = msgspec.msgpack.Decoder(Tokens)
 _Span: TypeAlias = tuple[int, int]
 
 
+#: First bytes of short and of long values.
+ARRAY, MAP = (0x90, 0xDC), (0x80, 0xDE)
+
+
 class MessagePackError(ValueError):
     """Malformed MessagePack, or a missing array."""
 
@@ -141,15 +145,9 @@ class Walk:
             yield None
             state[_AT], state[_LEFT] = at, left  # another walk may have run in between
 
-    def array_head(self, at: int) -> tuple[int, int] | None:
-        """Return an array's length and start; None for another value."""
-        return self._head(at, 0x90, 0xDC)
-
-    def map_head(self, at: int) -> tuple[int, int] | None:
-        """Return a map's length and start; None for another value."""
-        return self._head(at, 0x80, 0xDE)
-
-    def _head(self, at: int, short: int, long: int) -> tuple[int, int] | None:
+    def head(self, at: int, kind: tuple[int, int]) -> tuple[int, int] | None:
+        """Return the length and start of an `ARRAY` or a `MAP`; None for another value."""
+        short, long = kind
         if at >= len(self.payload):
             raise MessagePackError("not MessagePack: it is truncated")
         byte = self.payload[at]
@@ -213,26 +211,17 @@ def event_map(
         return {"type": "AllBlocksCleared"}
     hashes = _low_halves(event.hashes)
     if isinstance(event, BlockRemoved):
-        return {
-            "type": "BlockRemoved",
-            "block_hashes": hashes,
-            "medium": event.medium.value,
-            "group_idx": 0,
-        }
+        return {"type": "BlockRemoved", "block_hashes": hashes, "medium": event.medium.value,
+                "group_idx": 0}  # fmt: skip
     salted = salt is not None and event.first == 0
     parent = _low_halves(event.parent)
     return {
-        "type": "BlockStored",
-        "block_hashes": hashes,
-        "parent_block_hash": parent[0] if parent else None,
-        "token_ids": token_ids,
-        "block_size": block_size,
-        "lora_id": crc32(lora.encode()) if lora else None,
-        "medium": event.medium.value,
-        "lora_name": lora or None,
-        "extra_keys": [[salt] if salted else None] + [None] * (len(hashes) - 1),
-        "group_idx": 0,
-    }
+        "type": "BlockStored", "block_hashes": hashes,
+        "parent_block_hash": parent[0] if parent else None, "token_ids": token_ids,
+        "block_size": block_size, "lora_id": crc32(lora.encode()) if lora else None,
+        "medium": event.medium.value, "lora_name": lora or None,
+        "extra_keys": [[salt] if salted else None] + [None] * (len(hashes) - 1), "group_idx": 0,
+    }  # fmt: skip
 
 
 def _low_halves(hashes: BlockHashes) -> list[int]:
@@ -278,15 +267,9 @@ def read_event(item: Any) -> WireEvent | None:
     if kind == "BlockRemoved":
         return Removed(hashes, medium)
     parent = fields.get("parent_block_hash")
-    return Stored(
-        hashes=hashes,
-        parent=None if parent is None else read_hash(parent),
-        token_ids=_tokens(fields),
-        block_size=read_block_size(fields),
-        medium=medium,
-        salt=read_salt(fields),
-        lora=read_lora(fields),
-    )
+    before = None if parent is None else read_hash(parent)
+    size, salt, lora = read_block_size(fields), read_salt(fields), read_lora(fields)
+    return Stored(hashes, before, _tokens(fields), size, medium, salt, lora)
 
 
 def check_blocks(count: int) -> None:
@@ -438,14 +421,14 @@ def event_slices(payload: bytes) -> Iterator[tuple[WireEvent, ...]]:
 
 def _batch(walk: Walk) -> _Parts:
     """Yield a batch's events, in parts; None where others should run."""
-    parts = walk.array_head(0)
+    parts = walk.head(0, ARRAY)
     if parts is None or parts[0] < 2:
         raise EventError("a batch is [timestamp, [events], rank?]")
     at = yield from walk.skip(parts[1], 1)
     ts = _decode(walk, (parts[1], at), "timestamp")
     if not isinstance(ts, int | float):
         raise EventError(f"timestamp is {shown(ts)}; it must be a number")
-    items = walk.array_head(at)
+    items = walk.head(at, ARRAY)
     if items is None:
         raise EventError("a batch is [timestamp, [events], rank?]")
     count, at = items
@@ -506,9 +489,9 @@ def _stored_parts(hashes: _Items, tokens: _Items, fields: dict[str, Any]) -> _Pa
 def _spans(walk: Walk, at: int) -> Generator[None, None, dict[str, _Span]]:
     """Return where an event's values are, by the names of their fields."""
     spans: dict[str, _Span] = {}
-    head = walk.map_head(at)
+    head = walk.head(at, MAP)
     pairs = head is not None
-    if head is None and (head := walk.array_head(at)) is None:
+    if head is None and (head := walk.head(at, ARRAY)) is None:
         raise EventError("an event is a map or a non-empty array, and no long value")
     count, at = head
     if count > _MAX_FIELDS:
@@ -537,7 +520,7 @@ class _Items:
 
     @classmethod
     def of(cls, walk: Walk, spans: dict[str, _Span], name: str) -> _Items:
-        head = walk.array_head(spans[name][0]) if name in spans else None
+        head = walk.head(spans[name][0], ARRAY) if name in spans else None
         if head is None:
             raise EventError(f"{name} is no array; it must be a list")
         return cls(walk, name, head[1], head[0])
@@ -566,7 +549,7 @@ class _Items:
 
 def _first_keys(walk: Walk, spans: dict[str, _Span]) -> Generator[None, None, list[Any]]:
     """Return the extra keys of the first block alone, which may have the salt."""
-    head = walk.array_head(spans["extra_keys"][0]) if "extra_keys" in spans else None
+    head = walk.head(spans["extra_keys"][0], ARRAY) if "extra_keys" in spans else None
     if head is None or head[0] == 0:
         return []
     end = yield from walk.skip(head[1], 1)

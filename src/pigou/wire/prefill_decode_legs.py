@@ -13,13 +13,9 @@ from pigou.wire.names import url_host
 
 #: `kv_transfer_params` that make a prefill worker hold its blocks.
 ASK: dict[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
+    "remote_block_ids": None, "remote_host": None, "remote_port": None,
+}  # fmt: skip
 #: Fields without meaning for one discarded token.
 _DROPPED = ("stream_options", "min_tokens", "n", "logprobs", "top_logprobs", "prompt_logprobs",
             "echo", "response_format", "structured_outputs", "stop", "resume_tokens")  # fmt: skip
@@ -111,18 +107,16 @@ def ticket(reply: bytes) -> dict[str, Any] | None:
 
 def asks_to_hold(params: Mapping[str, Any] | None) -> bool:
     """Whether this is leg 1: keep the blocks for another worker to pull."""
-    return params is not None and _flag(params, "do_remote_decode")
+    return _flag(params, "do_remote_decode")
 
 
 def offers_blocks(params: Mapping[str, Any] | None) -> bool:
     """Whether this is leg 2: another worker holds the prompt's blocks."""
-    return params is not None and _flag(params, "do_remote_prefill")
+    return _flag(params, "do_remote_prefill")
 
 
-def _flag(params: Mapping[str, Any], name: str) -> bool:
-    value = params.get(name, False)
-    if value is None:
-        return False
-    if not isinstance(value, bool):
+def _flag(params: Mapping[str, Any] | None, name: str) -> bool:
+    value = (params or {}).get(name)
+    if value is not None and not isinstance(value, bool):
         raise bad_field(f"kv_transfer_params.{name}", f"is {value!r}; it must be true or false.")
-    return value
+    return bool(value)
