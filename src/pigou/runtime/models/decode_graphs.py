@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import Any, NamedTuple
 
 import torch
@@ -53,13 +52,23 @@ class DecodeGraphs:
 
     def capture(self) -> None:
         """Capture all sizes, the largest first, so that the others fit in its memory."""
+        device = self._attention.device
         for size in reversed(self.sizes):
-            self._capture(size)
+            tokens = torch.zeros(size, dtype=torch.int32, device=device)
+            self._attention.begin_padding(size)
+            for _ in range(_WARM_UPS):
+                self._model.hidden(tokens, self._attention, None)
+            self._cuda.synchronize(device)
+            graph = self._cuda.CUDAGraph()
+            with self._cuda.graph(graph, pool=self._pool):
+                hidden = self._model.hidden(tokens, self._attention, None)
+            self._pool = self._pool or graph.pool()
+            self._captures[size] = _Capture(graph, tokens, hidden)
 
     def hidden(self, tokens: Tensor, attention: PagedAttention, wanted: Tensor | None) -> Tensor:
         """Return normalized hidden states of tokens (tokens,), only the `wanted` (n,) or all."""
         batch = attention.batch
-        size = self._size_of(batch.size)
+        size = next((size for size in self.sizes if size >= batch.size), 0)
         if batch.singles != batch.size or wanted is not None or not self._captures or not size:
             return self._model.hidden(tokens, attention, wanted)
         if not self._attention.enter_graph(size):
@@ -70,20 +79,3 @@ class DecodeGraphs:
         capture.tokens[: batch.size].copy_(tokens)
         capture.graph.replay()
         return capture.hidden[: batch.size]
-
-    def _size_of(self, tokens: int) -> int:
-        at = bisect_left(self.sizes, tokens)
-        return self.sizes[at] if at < len(self.sizes) else 0
-
-    def _capture(self, size: int) -> None:
-        device = self._attention.device
-        tokens = torch.zeros(size, dtype=torch.int32, device=device)
-        self._attention.begin_padding(size)
-        for _ in range(_WARM_UPS):
-            self._model.hidden(tokens, self._attention, None)
-        self._cuda.synchronize(device)
-        graph = self._cuda.CUDAGraph()
-        with self._cuda.graph(graph, pool=self._pool):
-            hidden = self._model.hidden(tokens, self._attention, None)
-        self._pool = self._pool or graph.pool()
-        self._captures[size] = _Capture(graph, tokens, hidden)

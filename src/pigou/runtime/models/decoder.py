@@ -176,48 +176,43 @@ def load_layer(
     index: int, config: ModelConfig, weights: WeightSource, ops: Ops, loads: ExpertLoads | None
 ) -> Layer:
     """Load a layer's tensors, by Hugging Face names; raises ModelError on a mismatch."""
-    prefix = f"model.layers.{index}."
-    loader = _Loader(weights, prefix)
+    prefix = f"model.layers.{index}"
     hidden, width = config.hidden, config.head_dim
     queries, others = config.heads * width, config.kv_heads * width
-    attention = {"q_proj": queries, "k_proj": others, "v_proj": others}
+    attention, qkv = f"{prefix}.self_attn", {"q_proj": queries, "k_proj": others, "v_proj": others}
     head_norm = None
     if config.qk_norm:
-        head_norm = HeadNorm(
-            weights.take(f"{prefix}self_attn.q_norm.weight", width),
-            weights.take(f"{prefix}self_attn.k_norm.weight", width),
-            config.norm_eps,
-        )
+        q, k = (weights.take(f"{attention}.{name}_norm.weight", width) for name in "qk")
+        head_norm = HeadNorm(q, k, config.norm_eps)
     mlp: Product
     if loads is not None and config.experts is not None and index in config.experts.layers:
-        mlp = _load_experts(loader, config.experts, hidden, ops, loads.add(index))
+        mlp = _load_experts(weights, prefix, config.experts, hidden, ops, loads.add(index))
     else:
-        mlp = loader.mlp("mlp", hidden, config.ffn, config.mlp_bias, ops)
+        mlp = _load_mlp(weights, f"{prefix}.mlp", hidden, config.ffn, ops, biased=config.mlp_bias)
     return Layer(
         index=index,
         eps=config.norm_eps,
-        before_attention=weights.take(f"{prefix}input_layernorm.weight", hidden),
-        before_mlp=weights.take(f"{prefix}post_attention_layernorm.weight", hidden),
-        qkv=loader.fused("self_attn", attention, hidden, config.qkv_bias),
+        before_attention=weights.take(f"{prefix}.input_layernorm.weight", hidden),
+        before_mlp=weights.take(f"{prefix}.post_attention_layernorm.weight", hidden),
+        qkv=_fused(weights, attention, qkv, hidden, biased=config.qkv_bias),
         head_norm=head_norm,
-        output=loader.fused("self_attn", {"o_proj": hidden}, queries, config.output_bias),
+        output=_fused(weights, attention, {"o_proj": hidden}, queries, biased=config.output_bias),
         mlp=mlp,
     )
 
 
 def _load_experts(
-    loader: _Loader, config: ExpertsConfig, hidden: int, ops: Ops, experts: Experts
-) -> MoE:
+    weights: WeightSource, layer: str, config: ExpertsConfig, hidden: int, ops: Ops,
+    experts: Experts,
+) -> MoE:  # fmt: skip
     """Load this rank's experts into `experts`, one at a time, with router and shared expert."""
-    weights, block = loader.weights, f"{loader.prefix}{config.block}"
+    block, width = f"{layer}.{config.block}", config.width
     gate, up, down = config.leaves
 
     def load(expert: int) -> tuple[Linear, Linear]:
-        part = f"{config.block}.experts.{expert}"
-        return (
-            loader.fused(part, {gate: config.width, up: config.width}, hidden, biased=False),
-            loader.fused(part, {down: hidden}, config.width, biased=False),
-        )
+        module = f"{block}.experts.{expert}"
+        gate_up = _fused(weights, module, {gate: width, up: width}, hidden, biased=False)
+        return gate_up, _fused(weights, module, {down: hidden}, width, biased=False)
 
     router = weights.take(f"{block}.gate.weight", config.count, hidden)
     experts.products = load_products(experts.held, load, ops.gate)
@@ -225,31 +220,30 @@ def _load_experts(
         weights.skip(f"{block}.experts.{other}.")
     moe = MoE(Linear(router.float()), config.routing, experts)
     if config.shared_width:
-        shared = f"{config.block}.shared_expert"
-        moe.shared = loader.mlp(shared, hidden, config.shared_width, biased=False, ops=ops)
+        shared = f"{block}.shared_expert"
+        moe.shared = _load_mlp(weights, shared, hidden, config.shared_width, ops, biased=False)
         moe.shared_gate = Linear(weights.take(f"{block}.shared_expert_gate.weight", 1, hidden))
     return moe
 
 
-@dataclass(frozen=True, slots=True)
-class _Loader:
-    weights: WeightSource
-    prefix: str
+def _load_mlp(
+    weights: WeightSource, module: str, hidden: int, width: int, ops: Ops, *, biased: bool
+) -> GatedMLP:
+    gate_up = {"gate_proj": width, "up_proj": width}
+    return GatedMLP(
+        _fused(weights, module, gate_up, hidden, biased=biased),
+        _fused(weights, module, {"down_proj": hidden}, width, biased=biased),
+        ops,
+    )
 
-    def mlp(self, part: str, hidden: int, width: int, biased: bool, ops: Ops) -> GatedMLP:
-        """Load a gated MLP."""
-        gate_up = {"gate_proj": width, "up_proj": width}
-        return GatedMLP(
-            gate_up=self.fused(part, gate_up, hidden, biased),
-            down=self.fused(part, {"down_proj": hidden}, width, biased),
-            ops=ops,
-        )
 
-    def fused(self, part: str, outputs: dict[str, int], inputs: int, biased: bool) -> Linear:
-        """Concatenate projections of the same input into one, in the given order."""
-        names = {f"{self.prefix}{part}.{name}": size for name, size in outputs.items()}
-        matrix = concatenate([self.weights.matrix(n, size, inputs) for n, size in names.items()])
-        if not biased:
-            return self.weights.linear(matrix)
-        bias = [self.weights.take(f"{name}.bias", size) for name, size in names.items()]
-        return self.weights.linear(matrix, torch.cat(bias))
+def _fused(
+    weights: WeightSource, module: str, outputs: dict[str, int], inputs: int, *, biased: bool
+) -> Linear:
+    """Concatenate projections of the same input into one, in the given order."""
+    names = {f"{module}.{name}": size for name, size in outputs.items()}
+    matrix = concatenate([weights.matrix(name, size, inputs) for name, size in names.items()])
+    if not biased:
+        return weights.linear(matrix)
+    bias = [weights.take(f"{name}.bias", size) for name, size in names.items()]
+    return weights.linear(matrix, torch.cat(bias))

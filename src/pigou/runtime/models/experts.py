@@ -39,32 +39,20 @@ class Routing:
     def choose(self, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return experts (tokens, top_k), int64, and weights, fp32, for logits (tokens, experts).
 
-        `bias` (experts,) is added to scores to choose by, not to the weights.
+        `bias` (experts,) is added to scores to choose by, not to the weights. Of equal experts the
+        first wins, on every device.
         """
-        logits = logits.float()
-        if self.scores == "sigmoid":
-            return self.select(logits.sigmoid(), bias)
-        scores = logits.softmax(-1)
-        # Logits rank as their softmax does, and do not underflow.
-        if bias is None and self.groups == self.best_groups:
-            return self.select(scores, None, logits)
-        return self.select(scores, bias)
-
-    def select(
-        self, scores: Tensor, bias: Tensor | None, ranked: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return experts and weights by scores, ranked by `ranked` or by scores plus bias.
-
-        Of equal experts the first wins, on every device.
-        """
-        if ranked is None:
-            ranked = scores if bias is None else scores + bias
+        logits, softmax = logits.float(), self.scores == "softmax"
+        scores = logits.softmax(-1) if softmax else logits.sigmoid()
+        ranked = scores if bias is None else scores + bias
         if self.groups > self.best_groups:
             grouped = ranked.view(len(ranked), self.groups, -1)
             ranks = grouped.topk(self.group_best, -1).values.sum(-1)
             best = ranks.topk(self.best_groups, -1).indices
             excluded = torch.ones_like(ranks, dtype=torch.bool).scatter_(1, best, False)
             ranked = grouped.masked_fill(excluded.unsqueeze(-1), float("-inf")).flatten(1)
+        elif softmax and bias is None:
+            ranked = logits  # they rank as their softmax does, and do not underflow
         experts = ranked.argsort(dim=-1, descending=True, stable=True)[:, : self.top_k]
         weights = scores.gather(1, experts)
         if self.normalise:

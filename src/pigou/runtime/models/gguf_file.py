@@ -16,6 +16,7 @@ from torch import Tensor
 from pigou.models import ModelError
 from pigou.runtime.models.linear import WeightMatrix
 from pigou.runtime.models.weights import GGUF, WeightSource
+from pigou.small_file import read_json
 
 #: `general.architecture` -> architecture; Mistral's files say llama.
 _FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -156,17 +157,14 @@ class GGUFWeights(WeightSource):
 
         super().__init__(dtype, device, quantization)
         self._folder = folder
-        reader = _open(folder / GGUF)
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        family = reader.fields["general.architecture"].contents()
-        layers = reader.fields[f"{family}.block_count"].contents()
+        self._tensors = {tensor.name: tensor for tensor in _open(folder / GGUF).tensors}
+        config = read_json(folder / "config.json")
+        family, layers = config["model_type"], config["num_hidden_layers"]
         self._names = get_tensor_name_map(MODEL_ARCH[family.upper()], layers)
-        keys = ("attention.head_count", "attention.head_count_kv")
-        heads = [reader.fields.get(f"{family}.{key}") for key in keys]
-        self._heads = {}  # heads whose rows llama.cpp interleaves for its rotary embedding
-        if family == "llama" and heads[0] is not None:
-            self._heads["attn_q"] = heads[0].contents()
-            self._heads["attn_k"] = (heads[1] or heads[0]).contents()
+        self._heads = {}  # by tensor, where llama.cpp interleaves rows for its rotary embedding
+        if family == "llama":
+            heads = config["num_attention_heads"]
+            self._heads = {"attn_q": heads, "attn_k": config.get("num_key_value_heads", heads)}
         self._taken = {_FREQUENCIES}
 
     def __contains__(self, name: str) -> bool:

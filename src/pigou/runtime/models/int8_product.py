@@ -8,7 +8,6 @@ from __future__ import annotations
 
 # ruff: noqa: ARG001  (numba finds an instruction's arguments by position)
 import platform
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -39,14 +38,10 @@ _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _WORDS = ir.VectorType(ir.IntType(32), LANES)
 _BYTES = ir.VectorType(ir.IntType(8), 4 * LANES)
 _WORD, _INDEX = ir.IntType(32), ir.IntType(64)
+_HAS_VNNI = platform.machine() == "x86_64" and bool(get_host_cpu_features().get("avx512vnni"))
 Stored = NDArray[Any]
 Floats = NDArray[np.float32]
 Codes = NDArray[np.int8]
-
-
-@cache
-def _has_vnni() -> bool:
-    return platform.machine() == "x86_64" and bool(get_host_cpu_features().get("avx512vnni"))
 
 
 @instruction
@@ -229,7 +224,7 @@ class Int8Product:
     def supports(codes: Tensor, group: int) -> bool:
         """True if the kernel runs here on codes (outputs, inputs) with such groups."""
         fits = not group or (group % _QUAD == 0 and codes.shape[1] % group == 0)
-        return codes.device.type == "cpu" and fits and _has_vnni()
+        return codes.device.type == "cpu" and fits and _HAS_VNNI
 
     def __init__(self, codes: Tensor, scales: Tensor, group: int, bias: Tensor | None) -> None:
         """Pack codes (outputs, inputs), scales (outputs, groups) and a bias (outputs,)."""

@@ -177,9 +177,8 @@ def load(
         decoder = own
     if torch_device.type == "cpu":
         keep_memory()
-    if described is not None:
-        quantization += " transformers"
-    digest = digest_model(folder, quantization, kv_dtype)
+    written = quantization if described is None else f"{quantization} transformers"
+    digest = digest_model(folder, written, kv_dtype)
     return LoadedModel(
         str(model), folder, digest, config, decoder, chosen, torch_device, shard, kv_dtype
     )

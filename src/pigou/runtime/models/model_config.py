@@ -61,8 +61,7 @@ class ModelConfig:
     qk_norm: bool = False  # RMS norm of each query and key head, before RoPE
     experts: ExpertsConfig | None = None
     dtype: str = "bfloat16"  # dtype of the published weights ("float32", "bfloat16", ...)
-    # end token ids, from generation_config.json if present.
-    eos: frozenset[int] = frozenset()
+    eos: frozenset[int] = frozenset()  # end token ids, from generation_config.json if present
     # by layer, where layers differ or scores are changed; empty for plain attention.
     attention: tuple[LayerAttention, ...] = ()
 

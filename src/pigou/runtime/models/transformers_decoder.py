@@ -321,17 +321,13 @@ def load_transformers(described: CausalModel, weights: Weights, ops: Ops) -> Tra
 
 
 def _causal_class(folder: Path) -> tuple[Any, Any, bool]:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, __version__
 
     try:
         source = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError, TypeError) as error:
-        import transformers
-
         reason = str(error).split("\n")[0]
-        raise ModelError(
-            f"{folder}: transformers {transformers.__version__} cannot read it: {reason}"
-        ) from None
+        raise ModelError(f"{folder}: transformers {__version__} cannot read it: {reason}") from None
     kinds = AutoModelForCausalLM._model_mapping
     text = source.get_text_config(decoder=True)
     for config in (text, source) if text is not source else (source,):
@@ -363,12 +359,8 @@ def _dry_run(kind: Any, source: Any, family: str) -> AttentionSeam:
     find_packed = masking_utils.find_packed_sequence_indices
     setattr(masking_utils, find_packed.__name__, lambda _: None)  # it needs numbers
     try:
-        with (
-            torch.device("meta"),
-            shape_rules.patch(  # type: ignore[attr-defined]
-                meta_nonzero_assume_all_nonzero=True
-            ),
-        ):
+        rules = shape_rules.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+        with torch.device("meta"), torch.no_grad(), rules:
             _, base = _base(kind(source).eval())
             _join(base, seam)
             _check_rope(base)
@@ -376,8 +368,7 @@ def _dry_run(kind: Any, source: Any, family: str) -> AttentionSeam:
                 if type(module).__name__.endswith("Experts"):  # their loops need numbers
                     module.forward = lambda x, *_, **__: torch.empty_like(x)
             ids = torch.zeros((1, 2), dtype=torch.int64)
-            with torch.no_grad():
-                base(input_ids=ids, position_ids=ids, use_cache=False, return_dict=True)
+            base(input_ids=ids, position_ids=ids, use_cache=False, return_dict=True)
     except ModelError as error:
         raise ModelError(f"{blame}: {error}") from None
     except Exception as error:

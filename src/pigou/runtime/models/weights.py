@@ -39,7 +39,6 @@ _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 _OTHERS = ["*/*.json", "*/*.safetensors", "*/*.txt", *STRAYS]
 #: Tensors of some checkpoints that the configuration determines.
 _DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 #: Blocks of MXFP4 to dequantise at once: more would take memory for their codes.
 _MXFP4_ROWS = 2**20
 #: Max header bytes, by the safetensors format.
@@ -51,8 +50,7 @@ class WeightFiles:
     """A model's weight files, by precedence."""
 
     paths: list[Path]
-    # tensor name -> file name, from the index.
-    index: dict[str, str] = field(default_factory=dict)
+    index: dict[str, str] = field(default_factory=dict)  # tensor name -> file name
     missing: frozenset[str] = frozenset()  # files of the index that do not exist
 
 
@@ -283,16 +281,16 @@ class Weights(WeightSource):
             raise ModelError(f"{self._folder}: tensor {name!r} is missing{why}")
         file = self._files[self._where[name]]
         stored = file.get_slice(name)
-        part, found = self._part(name), tuple(stored.get_shape())
+        part, held = self._part(name), tuple(stored.get_shape())
         wanted = shape if part is None else part.uncut(shape)
-        if found != wanted:
-            raise ModelError(f"{self._folder}: tensor {name!r} has shape {found}, not {wanted}")
+        if held != wanted:
+            raise ModelError(f"{self._folder}: tensor {name!r} has shape {held}, not {wanted}")
         if part is None:
             tensor: Tensor = file.get_tensor(name)
         else:
             cut = slice(part.first, part.first + part.length)
             tensor = stored[:, cut] if part.axis else stored[cut]
-        if tensor.dtype not in _FLOATS:
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             reason = "config.json has no quantization_config for it; keep the checkpoint's"
             if self._formats is not None:
                 reason = "it is read in 16 or 32 bits only; give a checkpoint with it in bf16"
