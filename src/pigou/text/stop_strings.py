@@ -38,12 +38,9 @@ class Stops:
         if self._tokens > self._min_tokens and (match := self._find(seen, old)):
             return match
         keep = begun(seen, self._stops, self._max_length)
-        if self._include:
-            # Shown at once; kept only to recognize a string that spans tokens.
-            self._held = seen[len(seen) - keep :] if keep else ""
-            return text
-        self._held = seen[len(seen) - keep :] if keep else ""
-        return seen[: len(seen) - keep]
+        self._held = seen[len(seen) - keep :]
+        # Included strings are shown at once: what is held only recognizes one that spans tokens.
+        return text if self._include else seen[: len(seen) - keep]
 
     def flush(self) -> str:
         """End the text without a match; return held text."""
@@ -52,14 +49,11 @@ class Stops:
 
     def _find(self, seen: str, old: int) -> StopMatch | None:
         """Return the match that begins first among those that end beyond the first `old`."""
-        best: tuple[int, int, str] | None = None
-        for stop in self._stops:
-            at = seen.find(stop, max(0, old - len(stop) + 1))
-            if at >= 0 and (best is None or (at, len(stop)) < best[:2]):
-                best = (at, len(stop), stop)
-        if best is None:
+        places = ((seen.find(stop, max(0, old - len(stop) + 1)), stop) for stop in self._stops)
+        matches = [(at, len(stop), stop) for at, stop in places if at >= 0]
+        if not matches:
             return None
-        at, length, stop = best
+        at, length, stop = min(matches)
         if self._include:
             return StopMatch(seen[old : at + length], stop)
         return StopMatch(seen[:at], stop)

@@ -39,7 +39,10 @@ def neutral(name: str, value: Any, n: Any = None) -> bool:
         return True
     if name == "best_of" and n is not None and type(value) is int and value == n:
         return True  # every choice that is computed is returned
-    return any(_same(value, item) for item in REFUSED.get(name, ())[1:])
+    # 1 and 1.0 are the same in JSON, 1 and true are not.
+    same_kind = (item for item in REFUSED.get(name, ())[1:]
+                 if isinstance(value, bool) == isinstance(item, bool))  # fmt: skip
+    return value in same_kind
 
 
 def _known_part(body: bytes, known: Collection[str], unknown: list[str]) -> bytes:
@@ -109,11 +112,6 @@ class UnknownFields:
 
 def _value(raw: msgspec.Raw | None) -> Any:
     return None if raw is None else msgspec.json.decode(raw)
-
-
-def _same(value: Any, item: Any) -> bool:
-    """Compare JSON values: 1 and 1.0 are the same, 1 and true are not."""
-    return isinstance(value, bool) == isinstance(item, bool) and bool(value == item)
 
 
 class _OpenAIBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -20,7 +20,7 @@ _N = TypeVar("_N", int, float)
 #: Default `max_tokens` of a completion (OpenAI's).
 COMPLETION_TOKENS = 16
 
-#: Lowest positive temperature.
+#: Lowest positive temperature, computed exactly; lower ones are raised to it, as vLLM does.
 MIN_TEMPERATURE = 0.01
 
 
@@ -59,10 +59,19 @@ def sampling_params(
         raise bad_field(
             "min_tokens", f"is {min_tokens}; it must be at most max_tokens, which is {limit} here."
         )
+    temperature = _or(request.temperature, defaults.temperature)
+    stop_ids = request.stop_token_ids or []
+    bias = {int(key): value for key, value in (request.logit_bias or {}).items()}
+    for field, what, ids in (("stop_token_ids", "", stop_ids), ("logit_bias", "the token ", bias)):
+        for token in ids:
+            if token >= limits.vocab_size:
+                raise bad_field(
+                    field, f"has {what}{token}; the vocabulary has {limits.vocab_size} tokens."
+                )
     return SamplingParams(
         max_tokens=limit,
         min_tokens=min_tokens,
-        temperature=_temperature(_or(request.temperature, defaults.temperature)),
+        temperature=max(temperature, MIN_TEMPERATURE) if temperature > 0 else 0.0,
         top_k=max(0, _or(request.top_k, defaults.top_k)),
         top_p=_or(request.top_p, defaults.top_p),
         min_p=_or(request.min_p, defaults.min_p),
@@ -73,9 +82,9 @@ def sampling_params(
         logprobs=logprobs(request),
         prompt_logprobs=prompt_logprobs(request),
         pooling=request.pooling if isinstance(request, PoolingRequest) else None,
-        stop_token_ids=frozenset(_in_vocabulary(request, limits)),
+        stop_token_ids=frozenset(stop_ids),
         ignore_eos=bool(request.ignore_eos),
-        logit_bias=_bias(request, limits),
+        logit_bias=bias,
         grammar=grammar,
     )
 
@@ -119,32 +128,6 @@ def prompt_logprobs(request: GenerationRequest) -> int | None:
     if request.prompt_logprobs is None and isinstance(request, CompletionRequest) and request.echo:
         return logprobs(request)
     return request.prompt_logprobs
-
-
-def _in_vocabulary(request: GenerationRequest, limits: ModelLimits) -> list[int]:
-    ids = request.stop_token_ids or []
-    for token in ids:
-        if token >= limits.vocab_size:
-            raise bad_field(
-                "stop_token_ids", f"has {token}; the vocabulary has {limits.vocab_size} tokens."
-            )
-    return ids
-
-
-def _bias(request: GenerationRequest, limits: ModelLimits) -> dict[int, float]:
-    bias = {int(key): value for key, value in (request.logit_bias or {}).items()}
-    for token in bias:
-        if token >= limits.vocab_size:
-            raise bad_field(
-                "logit_bias",
-                f"has the token {token}; the vocabulary has {limits.vocab_size} tokens.",
-            )
-    return bias
-
-
-def _temperature(value: float) -> float:
-    """Raise a temperature above 0 to the least that is computed exactly, as vLLM does."""
-    return max(value, MIN_TEMPERATURE) if value > 0 else 0.0
 
 
 def _or(value: _N | None, default: _N) -> _N:
