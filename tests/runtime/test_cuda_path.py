@@ -83,7 +83,7 @@ def parts(family: str, device: torch.device) -> tuple[ModelConfig, Decoder, Page
     layout = make_layout(config, model="m", digest="d", dtype=torch.bfloat16, block_size=16)
     shape = (32, layout.layers, 2, layout.kv_heads, layout.head_dim * 16)
     cache = object.__new__(KVCache)
-    cache._layout = layout
+    cache.layout = layout
     cache.dtype, cache.quantised = torch.bfloat16, False
     cache.data = torch.empty(shape, dtype=torch.bfloat16, device=device)
     tables = np.arange(32, dtype=np.int32).reshape(4, 8)

@@ -33,10 +33,8 @@ class Output:
     request: str
     tokens: list[int] = field(default_factory=list)
     reason: FinishReason | None = None  # why it ended; None while it runs
-    logprobs: list[RankedLogprobs] = field(
-        default_factory=list
-    )  # one per output token, if requested
-    # one per prompt token, if requested.
+    logprobs: list[RankedLogprobs] = field(default_factory=list)  # by output token, if requested
+    # by prompt token, if requested.
     prompt_logprobs: list[RankedLogprobs | None] = field(default_factory=list)
     cached: int = 0  # prompt tokens found in the cache
     preemptions: int = 0
@@ -62,7 +60,7 @@ class LocalEngine:
         self.on_plan: Callable[[Plan], None] = lambda _plan: None
         self._config = config
         self._outputs: dict[str, Output] = {}
-        self._ids: list[str] = []
+        self._ids: dict[int, str] = {}  # requests by row
         self._number = 0
 
     def generate(
@@ -89,28 +87,18 @@ class LocalEngine:
         seed = key if shared else b""
         self.executor.add(request, prompt, params, seed, resume, adapter=adapter)
         output = self._outputs[request] = Output(request)
-        self.core.add(
-            Request(
-                id=request,
-                prompt=len(prompt),
-                max_tokens=params.max_tokens,
-                hashes=hashes,
-                arrival=time.monotonic_ns(),
-                tenant=tenant,
-                model=adapter,
-            )
-        )
+        arrival = time.monotonic_ns()
+        self.core.add(Request(
+            id=request, prompt=len(prompt), max_tokens=params.max_tokens, hashes=hashes,
+            arrival=arrival, tenant=tenant, model=adapter,
+        ))  # fmt: skip
         return output
 
     def step(self, horizon: int = NEVER) -> Result:
         """Execute one plan; no step begins after `horizon` (`monotonic_ns`)."""
         plan = self.core.schedule(time.monotonic_ns(), horizon, self.executor.drafts())
         self.on_plan(plan)
-        for started in plan.started:
-            row = started.row
-            while len(self._ids) <= row:
-                self._ids.append("")
-            self._ids[row] = started.request
+        self._ids |= {started.row: started.request for started in plan.started}
         owners = [self._outputs[self._ids[row]] for row in plan.rows.tolist()]
 
         def note(step: StepOutput) -> bool:

@@ -49,20 +49,17 @@ class StepBatch:
     @property
     def positions(self) -> Ints:
         """Rotary position of each token, shape (tokens,)."""
-        row: Ints = self.locations[POSITION]
-        return row
+        return self.locations[POSITION, :]
 
     @property
     def slots(self) -> Ints:
         """Cache slot of each token within its sequence, shape (tokens,)."""
-        row: Ints = self.locations[SLOT]
-        return row
+        return self.locations[SLOT, :]
 
     @property
     def rows(self) -> Ints:
         """Batch row of each token, shape (tokens,)."""
-        row: Ints = self.locations[ROW]
-        return row
+        return self.locations[ROW, :]
 
     def advance(self, tokens: Tensor) -> None:
         """Advance to the next step of a repeated plan, given `tokens` just sampled, (entries,)."""

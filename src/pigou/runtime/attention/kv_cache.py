@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from pigou.kv.block import KV_BYTES, KVLayout, head_bytes
+from pigou.kv.block import KV_BYTES, Bytes, KVLayout, head_bytes
 from pigou.request import Ints
 from pigou.runtime.models.model_config import ModelConfig
 from pigou.runtime.tensor_io import DeviceCopies, upload
-
-#: Blocks as bytes, shape (blocks, block_bytes).
-Bytes: TypeAlias = NDArray[np.uint8]
 
 #: Indices of the third axis of `KVCache.data`.
 KEYS, VALUES = 0, 1
@@ -23,11 +17,9 @@ KEYS, VALUES = 0, 1
 SOURCE, TARGET = 0, 1
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-#: Names of `KVLayout.dtype` by option; of stored numbers, by name.
-FORMATS = {"bf16": "bfloat16", "fp32": "float32"} | {
-    name: name for name in ("int8_per_token_head", "fp8_e4m3")
-}
+#: Types of quantised numbers by `KVLayout.dtype`; its names by option.
 _STORED = {"int8_per_token_head": torch.int8, "fp8_e4m3": torch.uint8}
+FORMATS = {"bf16": "bfloat16", "fp32": "float32"} | {name: name for name in _STORED}
 
 
 def make_layout(
@@ -75,7 +67,7 @@ class KVCache:
         Ranks that share `memory` see their `heads` alone in `data`, and whole blocks elsewhere.
         `dtype` is that of keys and values in use, by default the stored one.
         """
-        self._layout = layout
+        self.layout = layout
         stored = _STORED.get(layout.dtype) or getattr(torch, layout.dtype)
         raw = _bytes(blocks * layout.block_bytes, device, memory)
         self.data: Tensor = raw.view(stored).view(
@@ -88,11 +80,6 @@ class KVCache:
         self._raw = raw.view(blocks, layout.block_bytes)
         self.host = _host(host_blocks, layout.block_bytes, device)
         self._copies = DeviceCopies(self._raw) if device.type == "cuda" else None
-
-    @property
-    def layout(self) -> KVLayout:
-        """Memory layout of a block."""
-        return self._layout
 
     @property
     def blocks(self) -> int:
@@ -109,15 +96,15 @@ class KVCache:
 
     def split(self, data: Tensor) -> tuple[Tensor, Tensor]:
         """Return views of keys and values in `data`, as `keys` and `values`, of all layers."""
-        width, size = self._layout.head_dim, self._layout.block_size
+        width, size = self.layout.head_dim, self.layout.block_size
         own = data[..., : width * size]
         keys, values = own[:, :, KEYS], own[:, :, VALUES]
         return keys.unflatten(-1, (width, size)), values.unflatten(-1, (size, width))
 
     def scales(self, part: Tensor) -> Tensor:
         """Return a view of the scales in `data` or part of it, (..., block_size); 0 for none."""
-        own = self._layout.head_dim * self._layout.block_size
-        if not KV_BYTES.get(self._layout.dtype, (0, 0))[1]:
+        own = self.layout.head_dim * self.layout.block_size
+        if not KV_BYTES.get(self.layout.dtype, (0, 0))[1]:
             return torch.empty((0,) * part.ndim, dtype=torch.bfloat16, device=part.device)
         return part[..., own:].view(torch.bfloat16)
 

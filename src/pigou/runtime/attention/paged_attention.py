@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -122,16 +122,10 @@ class PagedAttention:
         return turns
 
     def _locate(self, batch: StepBatch) -> None:
-        locations = np.stack(
-            (
-                self.tables[batch.rows, batch.slots // self.block_size],
-                batch.slots % self.block_size,
-                batch.positions,
-            )
-        )
+        blocks, offsets = np.divmod(batch.slots, self.block_size)
+        locations = np.stack((self.tables[batch.rows, blocks], offsets, batch.positions))
         self._blocks, self._offsets, positions = self._index(locations).unbind()
-        turns = self.turns[positions]
-        self._turns = turns.to(self.cache.dtype).unsqueeze(1)
+        self._turns = self.turns[positions].to(self.cache.dtype).unsqueeze(1)
 
     def _rotated(self, qkv: Tensor, norm: HeadNorm | None) -> tuple[Tensor, Tensor, Tensor]:
         """Split, normalize and rotate; results are (tokens, heads, head_dim)."""
@@ -189,17 +183,14 @@ class PagedAttention:
         assert self._decodes is not None
         keys, values = self._gather(layer, form, self._decodes)
         mask = self._decodes.seen(form.window)
-        if self.watch is not None:
-            chances = _chances(form, query.unsqueeze(2), keys, mask, sinks)
-            own = self._index(self.watch.owns[self.batch.rows[: self.batch.singles]])
-            slots = torch.arange(chances.shape[-1], device=self.device)
-            sums = chances.sum((2, 3)).where((slots >= own[:, None])[:, None], 0.0)
-            self.watch.stats.add_all(layer, self._decodes.blocks, sums)
-            out.copy_((chances @ values.float().unsqueeze(2)).view_as(out))
-            return
-        if form.softcap or sinks is not None:
+        if self.watch is not None or form.softcap or sinks is not None:
             chances = _chances(form, query.unsqueeze(2), keys, mask, sinks)
             out.copy_((chances @ values.float().unsqueeze(2)).view_as(out))
+            if self.watch is not None:
+                own = self._index(self.watch.owns[self.batch.rows[: self.batch.singles]])
+                slots = torch.arange(chances.shape[-1], device=self.device)
+                sums = chances.sum((2, 3)).where((slots >= own[:, None])[:, None], 0.0)
+                self.watch.stats.add_all(layer, self._decodes.blocks, sums)
             return
         # Query heads of a group become queries, since masked CUDA kernels do not support groups.
         grouped = query.reshape(len(query), form.kv_heads, -1, form.head_dim)
@@ -275,13 +266,11 @@ class PagedAttention:
             return latents, latents[..., : form.latent]
         values = own[:, VALUES].unflatten(2, (size, width)).unflatten(0, shape[:2])
         parts = keys.permute(0, 2, 1, 4, 3).reshape(flat), values.transpose(1, 2).reshape(flat)
-        if not len(scales):
-            return self.cache.decode(parts[KEYS], None), self.cache.decode(parts[VALUES], None)
-        units = scales.unflatten(0, shape[:2]).permute(2, 0, 3, 1, 4).flatten(3).unsqueeze(-1)
-        return (
-            self.cache.decode(parts[KEYS], units[KEYS]),
-            self.cache.decode(parts[VALUES], units[VALUES]),
-        )
+        units: Sequence[Tensor | None] | Tensor = (None, None)
+        if len(scales):
+            units = scales.unflatten(0, shape[:2]).permute(2, 0, 3, 1, 4).flatten(3).unsqueeze(-1)
+        keys, values = map(self.cache.decode, parts, units)
+        return keys, values
 
     def _entries(self, width: int) -> Tensor:
         return torch.arange(width * self.block_size, device=self.device)

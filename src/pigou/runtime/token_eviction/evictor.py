@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -13,13 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pigou.config import EvictionConfig
-from pigou.engine import plan as plans
-from pigou.engine.plan import Compaction, Load, Plan, Started
+from pigou.engine.plan import Compaction, Load, Plan, Recomputation, Started
 from pigou.request import Ints
 from pigou.runtime.attention.batch import PromptChunk, StepBatch
 from pigou.runtime.attention.kv_cache import KEYS, TARGET, VALUES, KVCache
 from pigou.runtime.attention.paged_attention import PagedAttention, Past
 from pigou.runtime.models.decoder import DecoderModel
+from pigou.runtime.sequence import TokenSequence
 from pigou.runtime.simd import LANES
 from pigou.runtime.tensor_io import stored
 from pigou.runtime.token_eviction.entry_stats import (
@@ -51,13 +50,6 @@ class RankRequest(NamedTuple):
     table: Ints
     first: int
     max_entries: int
-
-
-class Owner(Protocol):
-    """A request that owns a row."""
-
-    request: str
-    prompt: int
 
 
 class Evictor:
@@ -95,7 +87,7 @@ class Evictor:
 
     # --- a plan -----------------------------------------------------------------------------
 
-    def begin_plan(self, plan: Plan, owners: Mapping[int, Owner]) -> None:
+    def begin_plan(self, plan: Plan, owners: Mapping[int, TokenSequence]) -> None:
         """Start a plan's rows and run its compactions; `owners` has the rows that start."""
         for started in plan.started:
             self._start(started, owners[started.row], plan)
@@ -145,9 +137,7 @@ class Evictor:
     def truncate(self, row: int, tokens: int) -> None:
         """Remove a row's last tokens; raises ValueError if a compaction moved their entries."""
         left = int(self.entries[row]) - tokens
-        tail = self.stats.collect(self.tables[row], left + tokens)[..., POSITION_LINE, left:].view(
-            np.int32
-        )
+        tail = self.positions(self.tables[row], left + tokens)[..., left:]
         expected = np.arange(self.next[row] - tokens, self.next[row], dtype=np.int32)
         if (tail != expected).any():
             raise ValueError(f"row {row}: its last {tokens} tokens are not its last entries")
@@ -180,7 +170,7 @@ class Evictor:
 
     # --- rows -------------------------------------------------------------------------------
 
-    def _start(self, started: Started, owner: Owner, plan: Plan) -> None:
+    def _start(self, started: Started, owner: TokenSequence, plan: Plan) -> None:
         row, swapped = started.row, plan.swap_in[:, TARGET]
         own = self._loading.pop(started.request, started.computed)
         back = np.isin(self.tables[row, : -(-started.computed // self.size)], swapped)
@@ -221,11 +211,8 @@ class Evictor:
 
     @property
     def _in_place(self) -> bool:
-        return (
-            self.policy.compiled
-            and isinstance(self.stats, CPUEntryStats)
-            and self.size % LANES == 0
-        )
+        on_cpu = isinstance(self.stats, CPUEntryStats)
+        return self.policy.compiled and on_cpu and self.size % LANES == 0
 
     def _row(self, row: int, table: Ints) -> RowEntries:
         assert isinstance(self.stats, CPUEntryStats)
@@ -264,7 +251,7 @@ class Evictor:
                 row = self._row(task.row, task.blocks)
                 self.policy.summarize(row._replace(stop=row.following))
         elif self.policy.summary_fields:
-            self._summarize([(task.blocks, self._collect(task)) for task in tasks])
+            self._summarize([(t.blocks, self.stats.collect(t.blocks, t.entries)) for t in tasks])
 
     def _summarize(self, rows: Sequence[tuple[Ints, Floats]]) -> None:
         line = 1 + self.policy.fields.index(self.policy.summary_fields[0])
@@ -296,9 +283,6 @@ class Evictor:
         for (table, data, slots), part in zip(rows, parts, strict=True):
             self.stats.put_heads(table, slots, line, part)
             data[:, :, lines, slots] = part.cpu().numpy().swapaxes(2, 3)
-
-    def _collect(self, task: Compaction) -> Floats:
-        return self.stats.collect(task.blocks, task.entries)
 
     def _compact(self, task: Compaction) -> None:
         row, table = task.row, task.blocks
@@ -336,8 +320,8 @@ class Evictor:
         assert ranking.returns is not None, "only whole tokens can be computed again"
         slots = victims[0]
         data = self.stats.collect(table, int(self.entries[row]))[0, 0][:, slots]
-        dropped = self._dropped_of(row)
-        dropped.add(data[POSITION_LINE].view(np.int32), ranking.returns[slots], data)
+        positions = data[POSITION_LINE].view(np.int32)
+        self._dropped_of(row).add(positions, ranking.returns[slots], data)
 
     def _dropped_of(self, row: int) -> Dropped:
         return self._dropped.setdefault(self._owners[row], Dropped())
@@ -386,9 +370,7 @@ class TokenRecomputation:
         self._attention = _EarlierOnly(model.config, cache, none, 1)
         self._attention.turns = turns
 
-    def __call__(
-        self, recomputations: Items[plans.Recomputation], tokens: Mapping[int, Ints]
-    ) -> None:
+    def __call__(self, recomputations: Sequence[Recomputation], tokens: Mapping[int, Ints]) -> None:
         """Recompute tokens of rows in one batch; raises ValueError if fewer were dropped."""
         evictor = self._evictor
         max_blocks = max(len(recomputation.blocks) for recomputation in recomputations)
@@ -423,18 +405,12 @@ class TokenRecomputation:
             self._model.hidden(batch.tokens, self._attention, nobody)
 
 
-def _no_returns() -> NDArray[np.float64]:
-    return np.empty(0)
-
-
 @dataclass(slots=True)
 class Dropped:
     """Whole tokens that a request dropped, by descending return."""
 
-    # int32, shape (n,).
-    positions: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int32))
-    # when dropped, shape (n,).
-    returns: NDArray[np.float64] = field(default_factory=_no_returns)
+    positions: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int32))  # shape (n,)
+    returns: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))  # when dropped, (n,)
     # side data of one head, shape (1 + fields, n).
     data: Floats = field(default_factory=lambda: np.empty((0, 0), dtype=np.float32))
 
