@@ -65,27 +65,22 @@ class Sampler:
         self._min_p = column(lambda p: p.min_p, torch.float32)
         self._top_k = column(lambda p: p.top_k, torch.int64)
         self._top_p = column(lambda p: p.top_p, torch.float64)
-        self._cuts = (
-            any(p.min_p > 0 for p in params),
-            any(p.top_k > 0 for p in params),
-            any(p.top_p < 1 for p in params),
-        )
+        self._cuts_min_p = any(p.min_p > 0 for p in params)
+        self._cuts_top_k = any(p.top_k > 0 for p in params)
+        self._cuts_top_p = any(p.top_p < 1 for p in params)
 
     def _draw(self, logits: Tensor) -> Tensor:
         # Extreme penalties overflow, and two infinities make the softmax NaN.
         logits = (logits.float() * self._scale).clamp_(max=_MAX_LOGIT)
-        min_p, top_k, top_p = self._cuts
-        if min_p:
+        if self._cuts_min_p:
             cut_min_p(logits, self._min_p)
-        if top_k:
+        if self._cuts_top_k:
             cut_top_k(logits, self._top_k, self._largest_k)
-        if top_p:
+        if self._cuts_top_p:
             cut_top_p(logits, self._top_p)
         sequences = [self._sequences[i] for i in self._random]
-        uniforms = [uniform(s.params.seed, s.length) for s in sequences]
-        return choose(
-            logits.softmax(-1), upload(np.array(uniforms, dtype=np.float64), self._device)
-        )
+        uniforms = np.array([uniform(s.params.seed, s.length) for s in sequences])
+        return choose(logits.softmax(-1), upload(uniforms, self._device))
 
     def _index(self, rows: list[int]) -> Tensor:
         return upload(np.array(rows, dtype=np.int64), self._device)

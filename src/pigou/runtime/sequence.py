@@ -72,10 +72,8 @@ class TokenSequence:
         """Token ids of `logit_bias` and their biases."""
         if self._bias is None:
             given = self.params.logit_bias
-            self._bias = (
-                np.fromiter(given, dtype=np.int64, count=len(given)),
-                np.fromiter(given.values(), dtype=np.float32, count=len(given)),
-            )
+            ids = np.array(list(given), dtype=np.int64)
+            self._bias = ids, np.array(list(given.values()), dtype=np.float32)
         return self._bias
 
     @property

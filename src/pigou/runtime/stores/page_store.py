@@ -126,10 +126,8 @@ class PageStore:
         namespace = _digest(str(size), self._layout)[:16]
         try:
             if option.name == HOST:
-                count = option.size_bytes // size
-                store: Store = HostStore(
-                    np.empty((count, size), np.uint8), count, clock=self._clock
-                )
+                arena = np.empty((option.size_bytes // size, size), np.uint8)
+                store: Store = HostStore(arena, len(arena), clock=self._clock)
             else:
                 kind: OpenStore = named(STORES, option.name, "tier")
                 store = kind(option.uri, namespace, size, option.size_bytes)

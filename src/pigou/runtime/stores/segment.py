@@ -32,17 +32,12 @@ class Segment:
     def __init__(
         self, path: Path, fd: int, namespace: bytes, slots: int, block_bytes: int, used: int
     ) -> None:
-        self.path = path
-        self.namespace = namespace
-        self.slots = slots
-        self.block_bytes = block_bytes
-        #: First slot never used.
-        self.used = used
+        self.path, self._fd = path, fd
+        self.namespace, self.slots, self.block_bytes = namespace, slots, block_bytes
+        self.used = used  # first slot never used
+        self.live = 0  # slots in use
         #: Header table as stored, shape (slots, 128).
         self.table: Bytes = np.zeros((slots, HEADER_BYTES), dtype=np.uint8)
-        #: Slots in use.
-        self.live = 0
-        self._fd = fd
 
     @staticmethod
     def overhead(slots: int) -> int:
@@ -86,10 +81,8 @@ class Segment:
             raise NotASegment(f"{size} bytes; its table alone takes {cls.overhead(slots)}")
         used = min(slots, (size - cls.overhead(slots)) // block_bytes)
         segment = cls(path, fd, namespace, slots, block_bytes, used)
-        if (
-            _transfer(os.preadv, fd, [segment.table.reshape(-1)], HEADER_BYTES)
-            < slots * HEADER_BYTES
-        ):
+        table = segment.table.reshape(-1)
+        if _transfer(os.preadv, fd, [table], HEADER_BYTES) < table.nbytes:
             raise NotASegment("its table is cut off")
         segment.live = int(np.count_nonzero(segment.table.any(axis=1)))
         if size != segment.size:
@@ -112,10 +105,7 @@ class Segment:
         except OSError:
             os.ftruncate(self._fd, self.size)
             raise
-        for begin, end in runs(slots):
-            offset = (1 + int(slots[begin])) * HEADER_BYTES
-            _transfer(os.pwritev, self._fd, [headers[begin:end].reshape(-1)], offset)
-        self.table[slots] = headers
+        self._write_headers(slots, headers)
         self.live += len(slots)
 
     def read(self, slots: Ints, out: Bytes, rows: Ints) -> None:
@@ -128,9 +118,7 @@ class Segment:
         """Zero the headers of live, ascending slots; raises OSError."""
         self.live -= len(slots)
         self.table[slots] = 0
-        for begin, end in runs(slots):
-            offset = (1 + int(slots[begin])) * HEADER_BYTES
-            _transfer(os.pwritev, self._fd, [self.table[slots[begin:end]].reshape(-1)], offset)
+        self._write_headers(slots, self.table[slots])
 
     @property
     def removed(self) -> bool:

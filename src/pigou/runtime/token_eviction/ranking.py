@@ -35,9 +35,8 @@ class Ranking:
     def victims(self, first: int, drop: int) -> Ints | None:
         """Return each head's first `drop` victims from slot `first` on; None if too few."""
         if first <= self.first:
-            return (
-                np.ascontiguousarray(self.slots[:, :drop]) if self.slots.shape[1] >= drop else None
-            )
+            enough = self.slots.shape[1] >= drop
+            return np.ascontiguousarray(self.slots[:, :drop]) if enough else None
         heads = [head[head >= first][:drop] for head in self.slots]
         return np.stack(heads) if all(len(head) == drop for head in heads) else None
 
