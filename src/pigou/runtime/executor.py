@@ -54,18 +54,11 @@ class TorchExecutor:
     """Executes plans on the token ids of requests, and samples. Not thread-safe."""
 
     def __init__(
-        self,
-        *,
-        model: DecoderModel,
-        cache: KVCache,
-        tables: Ints,
-        attention: PagedAttention,
-        grammars: Callable[[], Grammars],
-        end_tokens: frozenset[int],
-        evictor: Evictor | None = None,
-        lora: LoRABank | None = None,
+        self, *, model: DecoderModel, cache: KVCache, tables: Ints, attention: PagedAttention,
+        grammars: Callable[[], Grammars], end_tokens: frozenset[int],
+        evictor: Evictor | None = None, lora: LoRABank | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Bind a model to a cache and a core; `evictor` None evicts no entries."""
         self.model = model
         self.lora = lora
@@ -104,17 +97,10 @@ class TorchExecutor:
         self._attention.beat = beat
 
     def add(
-        self,
-        request: str,
-        tokens: Items[int] | NDArray[np.integer],
-        params: SamplingParams,
-        seed: bytes,
-        resume: int = 0,
-        *,
-        hashes: BlockHashes | None = None,
-        grammar: GrammarState | None = None,
-        adapter: str = "",
-    ) -> None:
+        self, request: str, tokens: Items[int] | NDArray[np.integer], params: SamplingParams,
+        seed: bytes, resume: int = 0, *, hashes: BlockHashes | None = None,
+        grammar: GrammarState | None = None, adapter: str = "",
+    ) -> None:  # fmt: skip
         """Add a request before it is planned; raises GrammarError or ValueError if invalid.
 
         `seed` keys the block hashes (empty for none), `hashes` are those the core knows (None for
@@ -123,17 +109,10 @@ class TorchExecutor:
         if request in self._sequences:
             raise ValueError(f"request {request!r} is here already")
         self._check(tokens, params)
-        size = self.cache.layout.block_size
         sequence = make_sequence(
-            request,
-            tokens,
-            params,
-            seed=seed,
-            resume=resume,
-            end_tokens=self._end_tokens,
-            block_size=size,
-            hashes=hashes,
-        )
+            request, tokens, params, seed=seed, resume=resume, end_tokens=self._end_tokens,
+            block_size=self.cache.layout.block_size, hashes=hashes,
+        )  # fmt: skip
         if params.grammar is not None:
             sequence.grammar = grammar
             if grammar is None:
@@ -240,10 +219,7 @@ class TorchExecutor:
             if self.evictor is not None:
                 self.evictor.begin_step(batch)
             self._attention.begin(batch)
-            output = StepOutput(
-                tokens=np.full(len(plan.rows), -1, dtype=np.int32),
-                finished=np.zeros(len(plan.rows), dtype=np.bool_),
-            )
+            output = StepOutput.of_none(len(plan.rows))
             # If every token samples, they are the plan's single tokens, in order.
             some = None if reporting or needs_logits or len(wanted) == batch.size else wanted
             hidden = self.model.hidden(batch.tokens, self._attention, some)
@@ -265,11 +241,8 @@ class TorchExecutor:
             ended = _ended(output)
             last = len(durations) == plan.repeat or began >= plan.horizon
             if self.proposer is not None:
-                self._decoding = {
-                    int(plan.rows[entry]): sequences[entry]
-                    for entry in batch.entries.tolist()
-                    if entry not in ended
-                }
+                going = [entry for entry in batch.entries.tolist() if entry not in ended]
+                self._decoding = {int(plan.rows[entry]): sequences[entry] for entry in going}
                 if plan.drafts_pay and (offers := self.drafts()) is not None:
                     last |= bool(offers.any())
             if ended or last or not goes_on:
@@ -303,11 +276,8 @@ class TorchExecutor:
             if more:
                 batch.advance(chosen.to(batch.tokens.dtype))
                 queued = self._queue_step(batch, [s.after(1) for s in sequences])
-            output = StepOutput(
-                tokens=np.full(len(plan.rows), -1, dtype=np.int32),
-                finished=np.zeros(len(plan.rows), dtype=np.bool_),
-                broken=dict(failed),
-            )
+            output = StepOutput.of_none(len(plan.rows))
+            output.broken |= failed
             self._note(entries, sequences, read(), output)
             durations.append(self._clock() - began)
             goes_on = on_step is None or on_step(output)
@@ -381,12 +351,9 @@ class TorchExecutor:
                 [firsts[entry] + depth for entry in careful],
             ), strict=True))  # fmt: skip
             drawn |= {entry: at_once[entry, depth] for entry in going if entry not in drawn}
-            output = StepOutput(
-                tokens=np.full(len(plan.rows), -1, dtype=np.int32),
-                finished=np.zeros(len(plan.rows), dtype=np.bool_),
-                logprobs={e: r for e in going if (r := drawn[e][1]) is not None},
-                broken={e: why for e in going if (why := drawn[e][2]) is not None},
-            )
+            output = StepOutput.of_none(len(plan.rows))
+            output.logprobs = {e: r for e in going if (r := drawn[e][1]) is not None}
+            output.broken = {e: why for e in going if (why := drawn[e][2]) is not None}
             self._note(going, [sequences[e] for e in going], [drawn[e][0] for e in going], output)
             outputs.append(output)
             result.accepted[going] += 1
@@ -456,13 +423,9 @@ class TorchExecutor:
             self._grammars.budget.begin_step()
 
     def _report_prompts(
-        self,
-        plan: Plan,
-        sequences: list[TokenSequence],
-        batch: StepBatch,
-        hidden: Tensor,
+        self, plan: Plan, sequences: list[TokenSequence], batch: StepBatch, hidden: Tensor,
         output: StepOutput,
-    ) -> None:
+    ) -> None:  # fmt: skip
         for entry, sequence in enumerate(sequences):
             start, count = int(plan.starts[entry]), int(plan.counts[entry])
             first = int(batch.last[entry]) - count + 1
@@ -499,9 +462,7 @@ class TorchExecutor:
     ) -> list[RankedLogprobs]:
         ids = upload(tokens.astype(np.int64), self._device)
         reports = []
-        for some, part in zip(
-            torch.split(states, _AT_ONCE), torch.split(ids, _AT_ONCE), strict=True
-        ):
+        for some, part in zip(states.split(_AT_ONCE), ids.split(_AT_ONCE), strict=True):
             tops = [params.prompt_logprobs or 0] * len(part)
             reports += report(self.model.logits(some), part, tops)
         return reports
@@ -519,9 +480,7 @@ class TorchExecutor:
         sealed = {}
         for entry, sequence in enumerate(sequences):
             if whole[entry] and full[entry] > sequence.sealed:
-                hashes = sequence.hash_full_blocks(
-                    int(computed[entry]), self.cache.layout.block_size
-                )
+                hashes = sequence.hash_full_blocks(int(computed[entry]), size)
                 if len(hashes):
                     sealed[int(plan.rows[entry])] = hashes
         return sealed

@@ -25,8 +25,6 @@ from pigou.runtime.models.weights import Part
 
 #: Longest wait of a collective; it covers the compilation of kernels in a cold cache.
 TIMEOUT = timedelta(minutes=10)
-
-
 #: Machines on which other cores see stores in the order of the program.
 _ORDERED = ("x86_64", "AMD64")
 #: Bytes that a rank shares at once.
@@ -59,12 +57,9 @@ class Group:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            init_method=meeting.as_uri(),
-            rank=rank,
-            world_size=size,
-            timeout=TIMEOUT,
-        )
+            "nccl" if device.type == "cuda" else "gloo", init_method=meeting.as_uri(), rank=rank,
+            world_size=size, timeout=TIMEOUT,
+        )  # fmt: skip
         self._sum = None
         one_memory = device.type == "cpu" and hasattr(os, "pidfd_open")
         if size > 1 and one_memory and platform.machine() in _ORDERED:
@@ -180,13 +175,8 @@ class Shard:
     @property
     def config(self) -> ModelConfig:
         """The model as this rank computes it."""
-        model = self.model
-        return replace(
-            model,
-            heads=model.heads // self.size,
-            kv_heads=len(self.kv_heads),
-            ffn=model.ffn // self.size,
-        )
+        heads, ffn = self.model.heads // self.size, self.model.ffn // self.size
+        return replace(self.model, heads=heads, kv_heads=len(self.kv_heads), ffn=ffn)
 
     def part(self, name: str) -> Part | None:
         """Return a tensor's part in this rank; None for all of it.

@@ -230,9 +230,8 @@ class Ranks:
                 on_end(RankError(_ended(rank, process.pid, status)))
 
         for rank, process in enumerate(self.processes, 1):
-            threading.Thread(
-                target=wait, args=(rank, process), name=f"rank-{rank}", daemon=True
-            ).start()
+            name, given = f"rank-{rank}", (rank, process)
+            threading.Thread(target=wait, args=given, name=name, daemon=True).start()
 
     def close(self) -> None:
         """End the other ranks."""

@@ -151,14 +151,9 @@ def report(logits: Tensor, tokens: Tensor, tops: list[int]) -> list[RankedLogpro
     ranks = (logprobs > chosen).sum(-1) + 1
     values, ids = logprobs.topk(min(max(tops), logits.shape[-1]), dim=-1)
     columns = zip(
-        tokens.tolist(),
-        chosen.squeeze(-1).tolist(),
-        ranks.tolist(),
-        ids.cpu().numpy(),
-        values.cpu().numpy(),
-        tops,
-        strict=True,
-    )
+        tokens.tolist(), chosen.squeeze(-1).tolist(), ranks.tolist(), ids.cpu().numpy(),
+        values.cpu().numpy(), tops, strict=True,
+    )  # fmt: skip
     return [
         RankedLogprobs(token, logprob, rank, top[:k].copy(), top_logprobs[:k].copy())
         for token, logprob, rank, top, top_logprobs, k in columns

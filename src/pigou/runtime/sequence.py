@@ -129,16 +129,9 @@ class TokenSequence:
 
 
 def make_sequence(
-    request: str,
-    tokens: Items[int] | NDArray[np.integer],
-    params: SamplingParams,
-    *,
-    seed: bytes,
-    resume: int,
-    end_tokens: frozenset[int],
-    block_size: int,
-    hashes: BlockHashes | None = None,
-) -> TokenSequence:
+    request: str, tokens: Items[int] | NDArray[np.integer], params: SamplingParams, *, seed: bytes,
+    resume: int, end_tokens: frozenset[int], block_size: int, hashes: BlockHashes | None = None,
+) -> TokenSequence:  # fmt: skip
     """Create a sequence (see `TorchExecutor.add`); raises ValueError without enough tokens."""
     given = len(tokens)
     if not 0 <= resume < given:
@@ -147,17 +140,11 @@ def make_sequence(
     buffer[:given] = tokens
     stops = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | end_tokens
     return TokenSequence(
-        request=request,
-        params=params,
-        buffer=buffer,
-        length=given,
-        prompt=given - resume,
-        end_tokens=stops,
-        seed=seed,
-        sealed=given // block_size if hashes is None else len(hashes),
+        request=request, params=params, buffer=buffer, length=given, prompt=given - resume,
+        end_tokens=stops, seed=seed, sealed=given // block_size if hashes is None else len(hashes),
         last=None if hashes is None else hashes[-1:],
         prompt_logprobs=[None] * (given - resume if params.prompt_logprobs is not None else 0),
-    )
+    )  # fmt: skip
 
 
 class TokenCounts:

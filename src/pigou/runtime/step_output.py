@@ -39,6 +39,11 @@ class StepOutput:
     # Error raised by one entry, which finishes without a token.
     broken: dict[int, str] = field(default_factory=dict)
 
+    @classmethod
+    def of_none(cls, entries: int) -> StepOutput:
+        """Return an output without a token."""
+        return cls(np.full(entries, -1, dtype=np.int32), np.zeros(entries, dtype=np.bool_))
+
 
 def is_contained(error: BaseException) -> bool:
     """True unless an error affects the process as a whole.

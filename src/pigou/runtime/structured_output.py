@@ -36,14 +36,10 @@ _MILLISECOND = 1_000_000
 #: Limits per compilation and step. Step fuel is the library's default, which large vocabularies
 #: need; `WorkBudget` bounds the total.
 LIMITS = LLParserLimits(
-    max_items_in_row=2000,
-    step_max_items=50_000,
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    max_lexer_states=16_384,
-    max_grammar_size=200_000,
+    max_items_in_row=2000, step_max_items=50_000, initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000, max_lexer_states=16_384, max_grammar_size=200_000,
     verbose_errors=False,
-)
+)  # fmt: skip
 
 
 class JsonCloser:
@@ -80,15 +76,10 @@ class GrammarState:
     """Position of one sequence in its grammar; it only advances."""
 
     def __init__(
-        self,
-        matcher: LLMatcher,
-        vocab: int,
-        budget: WorkBudget | None = None,
-        cpu_ns: Callable[[], int] = time.thread_time_ns,
-        closer: JsonCloser | None = None,
-        close_after: int = 0,
-        end_tokens: Iterable[int] = (),
-    ) -> None:
+        self, matcher: LLMatcher, vocab: int, budget: WorkBudget | None = None,
+        cpu_ns: Callable[[], int] = time.thread_time_ns, closer: JsonCloser | None = None,
+        close_after: int = 0, end_tokens: Iterable[int] = (),
+    ) -> None:  # fmt: skip
         """Start at the beginning; `budget` None is unbounded, `closer` None never narrows."""
         self._matcher = matcher
         self._vocab = vocab
@@ -154,13 +145,9 @@ class Grammars:
     """Compiles grammars for one tokenizer; thread-safe. `budget` bounds their CPU time."""
 
     def __init__(
-        self,
-        tokenizer: str,
-        vocab: int,
-        end_tokens: frozenset[int],
-        *,
+        self, tokenizer: str, vocab: int, end_tokens: frozenset[int], *,
         cache_bytes: int = CACHE_BYTES,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Load a tokenizer; raises GrammarError without end token or if it is unusable."""
         if not end_tokens:
             raise GrammarError("structured output needs an end token; the model names none")
@@ -301,14 +288,10 @@ class WorkBudget:
     """
 
     def __init__(
-        self,
-        *,
-        step_ns: int = _MILLISECOND,
-        burst_ns: int = 100 * _MILLISECOND,
-        free_ns: int = _MILLISECOND // 2,
-        shared_step_ns: int = 2 * _MILLISECOND,
+        self, *, step_ns: int = _MILLISECOND, burst_ns: int = 100 * _MILLISECOND,
+        free_ns: int = _MILLISECOND // 2, shared_step_ns: int = 2 * _MILLISECOND,
         shared_burst_ns: int = 200 * _MILLISECOND,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._step_ns, self._burst_ns = step_ns, burst_ns
         self._free_ns = free_ns
         self._shared_step_ns, self._shared_burst_ns = shared_step_ns, shared_burst_ns

@@ -160,13 +160,9 @@ class CUDAAttention(PagedAttention):
         )
 
     def _save(
-        self,
-        layer: int,
-        form: LayerAttention,
-        heads: tuple[Tensor, ...] | list[Tensor],
-        query: Tensor | None,
-        norm: HeadNorm | None,
-    ) -> None:
+        self, layer: int, form: LayerAttention, heads: tuple[Tensor, ...] | list[Tensor],
+        query: Tensor | None, norm: HeadNorm | None,
+    ) -> None:  # fmt: skip
         """Store keys and values; with `query`, rotate first, and write queries to it."""
         assert self._step is not None
         step, data, count = self._step, self.cache.data, 2 * form.kv_heads

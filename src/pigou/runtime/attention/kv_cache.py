@@ -31,16 +31,10 @@ def make_layout(
     parts = 1 if any(layer.latent for layer in config.attention) else 2
     heads = parts * config.kv_heads * config.layers
     return KVLayout(
-        model=model,
-        digest=digest,
-        dtype=name,
-        block_size=block_size,
-        layers=config.layers,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        block_bytes=heads * head_bytes(name, config.head_dim, block_size),
-        parts=parts,
-    )
+        model=model, digest=digest, dtype=name, block_size=block_size, layers=config.layers,
+        kv_heads=config.kv_heads, head_dim=config.head_dim,
+        block_bytes=heads * head_bytes(name, config.head_dim, block_size), parts=parts,
+    )  # fmt: skip
 
 
 class KVCache:
@@ -53,15 +47,10 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        layout: KVLayout,
-        blocks: int,
-        device: torch.device,
-        host_blocks: int = 0,
-        memory: memoryview | None = None,
-        heads: range | None = None,
+        self, layout: KVLayout, blocks: int, device: torch.device, host_blocks: int = 0,
+        memory: memoryview | None = None, heads: range | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Allocate an empty cache; raises ValueError if `memory` is unsuitable.
 
         Ranks that share `memory` see their `heads` alone in `data`, and whole blocks elsewhere.

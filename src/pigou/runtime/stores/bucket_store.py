@@ -56,14 +56,9 @@ class BucketStore:
     """
 
     def __init__(
-        self,
-        location: BucketLocation | str,
-        namespace: bytes,
-        block_bytes: int,
-        cap_bytes: int,
-        *,
+        self, location: BucketLocation | str, namespace: bytes, block_bytes: int, cap_bytes: int, *,
         clock: Callable[[], int] = time.time_ns,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Create a client without connecting; raises StoreError if the location is invalid."""
         self.counts = StoreCounts()
         if isinstance(location, str):

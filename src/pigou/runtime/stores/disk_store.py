@@ -58,14 +58,9 @@ class DiskStore:
     """
 
     def __init__(
-        self,
-        path: Path | str,
-        namespace: bytes,
-        block_bytes: int,
-        cap_bytes: int,
-        *,
+        self, path: Path | str, namespace: bytes, block_bytes: int, cap_bytes: int, *,
         clock: Callable[[], int] = time.time_ns,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Open or create a directory; raises StoreError if it is unusable or locked."""
         self.counts = StoreCounts()
         self._clock = clock

@@ -52,14 +52,9 @@ class KVOffloader:
     """
 
     def __init__(
-        self,
-        device: DeviceBlocks,
-        host: HostStore,
-        stores: Mapping[str, Store] | None = None,
-        settings: OffloaderSettings | None = None,
-        *,
-        clock: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
+        self, device: DeviceBlocks, host: HostStore, stores: Mapping[str, Store] | None = None,
+        settings: OffloaderSettings | None = None, *, clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:  # fmt: skip
         """Start the threads; own the stores. Raises ValueError on a block size or name conflict."""
         self._settings = settings or OffloaderSettings()
         self._clock = clock
@@ -304,13 +299,10 @@ class KVOffloader:
         settings = self._settings
         latency, speed = settings.guesses.get(name, settings.guesses.get("other", (3e-2, 1e8)))
         return TransferQueue(
-            title,
-            CircuitBreaker(settings.failures, settings.pause, settings.longest_pause),
-            TransferRate(latency, store.block_bytes / speed),
-            store.probe,
-            limit=settings.queue_blocks,
-            clock=self._clock,
-        )
+            title, CircuitBreaker(settings.failures, settings.pause, settings.longest_pause),
+            TransferRate(latency, store.block_bytes / speed), store.probe,
+            limit=settings.queue_blocks, clock=self._clock,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,7 @@ class Segment:
             os.ftruncate(self._fd, self.size)
             raise
         self._write_headers(slots, headers)
+        self.table[slots] = headers
         self.live += len(slots)
 
     def read(self, slots: Ints, out: Bytes, rows: Ints) -> None:
@@ -119,6 +120,11 @@ class Segment:
         self.live -= len(slots)
         self.table[slots] = 0
         self._write_headers(slots, self.table[slots])
+
+    def _write_headers(self, slots: Ints, headers: Bytes) -> None:
+        for begin, end in runs(slots):
+            offset = (1 + int(slots[begin])) * HEADER_BYTES
+            _transfer(os.pwritev, self._fd, [headers[begin:end].reshape(-1)], offset)
 
     @property
     def removed(self) -> bool:

@@ -228,12 +228,9 @@ def decode(raw: Bytes, namespace: bytes, size: int) -> tuple[Bools, BlockRecords
         rows = np.flatnonzero(good)
         good[rows] = table["check"][rows] == _checks(raw[rows])
     entries = BlockRecords(
-        table["key"].astype(np.uint64),
-        table["parent"].astype(np.uint64),
-        table["depth"].astype(np.int32),
-        table["expiry"].astype(np.int64),
-        table["tenure"],
-    )
+        table["key"].astype(np.uint64), table["parent"].astype(np.uint64),
+        table["depth"].astype(np.int32), table["expiry"].astype(np.int64), table["tenure"],
+    )  # fmt: skip
     return good, entries, table["payload"].astype(np.uint64)
 
 

@@ -73,15 +73,9 @@ class TransferQueue:
     """Runs jobs in FIFO order; refuses jobs when full, or while failures keep the link down."""
 
     def __init__(
-        self,
-        name: str,
-        breaker: CircuitBreaker,
-        rate: TransferRate,
-        probe: Callable[[], None],
-        *,
-        limit: int,
-        clock: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
+        self, name: str, breaker: CircuitBreaker, rate: TransferRate, probe: Callable[[], None], *,
+        limit: int, clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:  # fmt: skip
         self.name = name
         self._breaker = breaker
         self._rate = rate

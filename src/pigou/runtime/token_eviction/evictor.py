@@ -218,15 +218,11 @@ class Evictor:
         assert isinstance(self.stats, CPUEntryStats)
         following = int(self.next[row])
         return RowEntries(
-            kv=stored(self.cache.data),
-            scales=stored(self.cache.scales(self.cache.data)),
-            numbers=self.stats.array,
-            table=table,
-            entries=int(self.entries[row]),
-            following=following,
-            since=self.watch.since(row, following),
+            kv=stored(self.cache.data), scales=stored(self.cache.scales(self.cache.data)),
+            numbers=self.stats.array, table=table, entries=int(self.entries[row]),
+            following=following, since=self.watch.since(row, following),
             stop=following - self.config.recent,
-        )
+        )  # fmt: skip
 
     def _cache_entries(self, requests: Sequence[RankRequest]) -> list[CacheEntries]:
         collected = [self.stats.collect(r.table, int(self.entries[r.row])) for r in requests]
@@ -393,12 +389,9 @@ class TokenRecomputation:
         device = evictor.cache.data.device
         batch = StepBatch(
             tokens=torch.from_numpy(np.concatenate(ids)).to(device),
-            locations=np.concatenate(locations, axis=1),
-            singles=0,
-            chunks=chunks,
-            last=np.empty(0, dtype=np.int64),
-            entries=np.empty(0, dtype=np.int64),
-        )
+            locations=np.concatenate(locations, axis=1), singles=0, chunks=chunks,
+            last=np.empty(0, dtype=np.int64), entries=np.empty(0, dtype=np.int64),
+        )  # fmt: skip
         nobody = torch.empty(0, dtype=torch.int64, device=device)
         with torch.inference_mode():
             self._attention.take(batch, tables, entry_positions)

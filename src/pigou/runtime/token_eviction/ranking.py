@@ -42,13 +42,9 @@ class Ranking:
 
 
 def rank(
-    config: EvictionConfig,
-    predicted: PredictedReturns,
-    following: int,
-    first: int,
-    max_entries: int,
-    size: int,
-) -> Ranking:
+    config: EvictionConfig, predicted: PredictedReturns, following: int, first: int,
+    max_entries: int, size: int,
+) -> Ranking:  # fmt: skip
     """Rank a row's evictable entries from slot `first` on; raises ValueError if not finite."""
     scores, positions = predicted
     if not np.isfinite(scores).all():
