@@ -35,13 +35,7 @@ from pigou.engine.schedule_builder import NO_LOOKAHEAD, Lookahead
 from pigou.engine.sequence import NO_BLOCKS, Sequence, SequenceState
 from pigou.engine.state import EngineState
 from pigou.engine.token_eviction import take_scores
-from pigou.kv.block_pool import (
-    FREE,
-    REFS,
-    cache_full_blocks,
-    claim,
-    link_after,
-)
+from pigou.kv.block_pool import FREE, REFS, cache_full_blocks, claim, link_after
 from pigou.request import BlockHashes, Counts, FinishReason, Ints
 
 

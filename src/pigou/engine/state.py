@@ -198,9 +198,8 @@ class EngineState:
         if fetch is None:
             return False
         last = fetch.first + good
-        first, count, _ = self.prefix.cache_full_blocks(
-            fetch.table, fetch.hashes, fetch.first, last
-        )
+        table, hashes = fetch.table, fetch.hashes
+        first, count, _ = self.prefix.cache_full_blocks(table, hashes, fetch.first, last)
         self.note_stored(request, fetch.hashes, first, count)
         self.free_blocks(fetch.table)
         return True
@@ -228,9 +227,8 @@ class EngineState:
 
     def free_pinned(self, pinned: PinnedBlocks) -> None:
         """Free blocks pinned without a row."""
-        self._release(
-            pinned.blocks, 0, len(pinned.blocks), pinned.hashes, duplicates=pinned.duplicates
-        )
+        blocks, hashes, duplicates = pinned
+        self._release(blocks, 0, len(blocks), hashes, duplicates)
 
     def free_copy_source(self, seq: Sequence) -> None:
         """Free the source of the copy to the row's last block."""

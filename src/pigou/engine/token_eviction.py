@@ -120,9 +120,8 @@ def take_scores(state: EngineState, result: Result) -> None:
     scores, rows = _scores_of(state), state.rows
     for row, lost_returns in result.lost_returns.items():
         if rows.owner[row] is not None:
-            scores.keep(
-                row, int(rows.computed[row]), lost_returns, result.regained_returns.get(row)
-            )
+            regained_returns = result.regained_returns.get(row)
+            scores.keep(row, int(rows.computed[row]), lost_returns, regained_returns)
             state.blocked = None  # the head may fit now
     used = state.config.blocks - state.pool.free + scores.wanted
     scores.memory_price.step(used, result.steps, growth_blocks(state) * len(state.running))
@@ -136,10 +135,8 @@ def growth_blocks(state: EngineState) -> float:
 def check_scores(plan: Plan, result: Result) -> None:
     """Raise a ValueError for scores not requested or curves of a wrong shape."""
     scored = {row for row, _, _ in plan.to_score.tolist()}
-    for name, curves, sign in (
-        ("losses", result.lost_returns, 1),
-        ("gains", result.regained_returns, -1),
-    ):
+    kinds = ("losses", result.lost_returns, 1), ("gains", result.regained_returns, -1)
+    for name, curves, sign in kinds:
         for row, curve in curves.items():
             if row not in scored:
                 raise ValueError(f"{name} of row {row}, which the plan does not ask for")
@@ -162,11 +159,10 @@ def evict_by_price(state: EngineState, builder: ScheduleBuilder) -> None:
     scores.wanted = 0
     price = scores.memory_price.price
     if scores.memory_price.by_price and price > FLOOR:
+        curves = _curves(state, builder, blind=False)
+        counts = [blocks_below(curve.lost_returns, price) for curve in curves]
         cheap = [
-            curve._replace(
-                lost_returns=curve.lost_returns[: blocks_below(curve.lost_returns, price)]
-            )
-            for curve in _curves(state, builder, blind=False)
+            c._replace(lost_returns=c.lost_returns[:n]) for c, n in zip(curves, counts, strict=True)
         ]
         _evict(state, builder, cheap, 0, sum(len(curve.lost_returns) for curve in cheap))
 
@@ -272,12 +268,8 @@ def recompute_by_price(state: EngineState, builder: ScheduleBuilder) -> None:
     """Under a price policy, recompute entries above the price while blocks are spare."""
     scores, rows, size = _scores_of(state), state.rows, state.config.block_size
     memory_price = scores.memory_price
-    if (
-        not memory_price.by_price
-        or builder.evictions
-        or builder.preempted
-        or state.blocked is not None
-    ):
+    is_short = builder.evictions or builder.preempted or state.blocked is not None
+    if is_short or not memory_price.by_price:
         return
     limit = min(state.pool.free - len(state.running), builder.budget // size)
     candidates: list[tuple[int, Floats]] = []
@@ -315,9 +307,8 @@ def write_evictions(state: EngineState, builder: ScheduleBuilder, plan: Plan, ne
     scores, size = _scores_of(state), state.config.block_size
     for row, gone in builder.evictions.items():
         drop = gone.freed * size
-        plan.compactions.append(
-            Compaction(row, gone.entries, gone.first, drop, _NO_PAIRS, gone.blocks)
-        )
+        evicted = Compaction(row, gone.entries, gone.first, drop, _NO_PAIRS, gone.blocks)
+        plan.compactions.append(evicted)
         scores.invalidate(row)
     if builder.evictions:
         state.blocked = None  # a sequence with loads was not admitted beside them, and may be now

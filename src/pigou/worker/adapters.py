@@ -176,30 +176,22 @@ class AdapterStore:
 
     # --- metrics ----------------------------------------------------------------------------
 
-    def families(
-        self, running: Callable[[], tuple[set[str], set[str]]]
-    ) -> Callable[[], Iterator[Metric]]:
-        """Return the source of the metrics; `running` gives the keys of who runs and who waits."""
-
-        def metrics() -> Iterator[Metric]:
-            names = [",".join(sorted(map(name_of, keys))) for keys in running()]
-            yield gauge_family(
-                "vllm:lora_requests_info", "Adapters of running and waiting requests.",
-                [((*names, str(self._slots)), time.time())],
-                "running_lora_adapters", "waiting_lora_adapters", "max_lora",
-            )  # fmt: skip
-            levels = dict.fromkeys(self._host.copy(), "cpu")
-            levels |= dict.fromkeys(self._device.copy().values(), "gpu")
-            own = {adapter.key for adapter in self.served.copy().values()}
-            yield gauge_family(
-                "vllm:lora_adapter_loaded", "1 where an adapter is in device or host memory.",
-                [((name_of(key), level), 1.0) for key, level in levels.items() if key in own],
-                "adapter_name", "level",
-            )  # fmt: skip
-            for name, text, value in (
-                ("pigou_lora_loads", "Adapters loaded to a slot.", self.loads),
-                ("pigou_lora_load_seconds", "Seconds of these loads.", self.load_s),
-            ):
-                yield counter_family(name, text, [((), float(value))])
-
-        return metrics
+    def families(self, running: Callable[[], tuple[set[str], set[str]]]) -> Iterator[Metric]:
+        """Yield the metrics; `running` gives the keys of who runs and who waits."""
+        names = [",".join(sorted(map(name_of, keys))) for keys in running()]
+        yield gauge_family(
+            "vllm:lora_requests_info", "Adapters of running and waiting requests.",
+            [((*names, str(self._slots)), time.time())],
+            "running_lora_adapters", "waiting_lora_adapters", "max_lora",
+        )  # fmt: skip
+        levels = dict.fromkeys(self._host.copy(), "cpu")
+        levels |= dict.fromkeys(self._device.copy().values(), "gpu")
+        own = {adapter.key for adapter in self.served.copy().values()}
+        yield gauge_family(
+            "vllm:lora_adapter_loaded", "1 where an adapter is in device or host memory.",
+            [((name_of(key), level), 1.0) for key, level in levels.items() if key in own],
+            "adapter_name", "level",
+        )  # fmt: skip
+        loads, seconds = [((), float(self.loads))], [((), self.load_s)]
+        yield counter_family("pigou_lora_loads", "Adapters loaded to a slot.", loads)
+        yield counter_family("pigou_lora_load_seconds", "Seconds of these loads.", seconds)

@@ -57,8 +57,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         str, option("Deployment version; workers of different versions exchange no KV.", "Model")
     ] = ""
     location: Annotated[
-        str,
-        option("Node labels for routing by distance: host=H[,rack=R][,zone=Z].", "Model"),
+        str, option("Node labels for routing by distance: host=H[,rack=R][,zone=Z].", "Model")
     ] = ""
     device: Annotated[str, option("cpu, cuda or cuda:N.", "Model")] = "cpu"
     dtype: Annotated[str, option("auto, bf16 or fp32.", "Model")] = "auto"
@@ -91,8 +90,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         ),
     ] = 1
     enable_expert_parallel: Annotated[
-        bool,
-        option("Share experts whole over the processes of --tensor-parallel-size.", "Model"),
+        bool, option("Share experts whole over the processes of --tensor-parallel-size.", "Model")
     ] = False
     enable_eplb: Annotated[
         bool, option("Move and copy experts between processes by their load.", "Model")
@@ -212,8 +210,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     rehearse: Annotated[
         float,
         option(
-            "Seconds of startup profiling before the worker is ready; 0 for none.",
-            "Scheduling",
+            "Seconds of startup profiling before the worker is ready; 0 for none.", "Scheduling"
         ),
     ] = 0.5
     kv_events: Annotated[bool, option("Publish KV events.", _EVENTS)] = True

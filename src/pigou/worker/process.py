@@ -68,28 +68,22 @@ class WorkerServer:
         registrar: Registrar | None = None, advertise: str = "",
     ) -> None:  # fmt: skip
         """Assemble the process, within a running event loop; `advertise` is its public host."""
-        self._advertise = advertise
-        self._secret = secret
-        self._registrar = registrar
+        self._config, self._parts, self._secret = config, parts, secret
+        self._registrar, self._advertise = registrar, advertise
         self._incarnation = uuid4().hex
-        self._config = config
-        self._parts = parts
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
         self._failed = False
         self._stopping = False
         self._background = Background()
         model, core = parts.model, parts.core
+        cache = {
+            "block_size": str(core.config.block_size),
+            "num_gpu_blocks": str(core.config.blocks),
+            "enable_prefix_caching": str(core.config.prefix_caching),
+        }
         self._metrics = WorkerMetrics(
-            model.name,
-            model.limits.max_model_len,
-            {
-                "block_size": str(core.config.block_size),
-                "num_gpu_blocks": str(core.config.blocks),
-                "enable_prefix_caching": str(core.config.prefix_caching),
-            },
-            core.config.blocks,
-            parts.work,
+            model.name, model.limits.max_model_len, cache, core.config.blocks, parts.work
         )
         if core.drafts is not None:
             self._metrics.show_drafts(core.drafts)
@@ -113,7 +107,7 @@ class WorkerServer:
         self._tiers = self._start_tiers()
         if (adapters := model.adapters) is not None:
             self.engine.adapters, adapters.answer = adapters, self.engine.put
-            self._metrics.scrape(adapters.families(lambda: self._service.adapters))
+            self._metrics.scrape(partial(adapters.families, lambda: self._service.adapters))
         about = {**self._about(), "rehearsed": parts.rehearsed, "memory": parts.memory_report}
         self._tracer = open_tracer(config.tracing, "pigou-worker")
         if self._tracer is not None and self._tracer.exporter is not None:

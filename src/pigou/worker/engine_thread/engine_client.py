@@ -86,11 +86,8 @@ class EngineClient:
         if self.dead:
             raise APIError(500, "The engine has died; this worker is about to exit.")
         if self.draining:
-            raise APIError(
-                503,
-                "This worker is shutting down: send the request to another.",
-                retry_after=RETRY_AFTER,
-            )
+            why = "This worker is shutting down: send the request to another."
+            raise APIError(503, why, retry_after=RETRY_AFTER)
 
     def submit(self, reply: Reply, pairs: list[tuple[ReplySequence, Add]]) -> None:
         """Compute one prompt's choices; those after the first wait for it to fill the cache."""

@@ -15,11 +15,7 @@ import zmq.asyncio
 from pigou.background import Background
 from pigou.config import ConfigError
 from pigou.wire.fleet_secret import FleetSecret, secure_server
-from pigou.wire.kv_event_decoding import (
-    END_OF_REPLAY,
-    encode_batch,
-    sequence_frame,
-)
+from pigou.wire.kv_event_decoding import END_OF_REPLAY, encode_batch, sequence_frame
 
 log = logging.getLogger(__name__)
 

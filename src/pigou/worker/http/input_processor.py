@@ -150,11 +150,8 @@ class InputProcessor:
         if adapters is not None and name in adapters.served:
             return
         if name is not None and name != self._model.name:
-            raise APIError(
-                404,
-                f"The model {name!r} does not exist; this worker serves {self._model.name!r}.",
-                "model",
-            )
+            why = f"The model {name!r} does not exist; this worker serves {self._model.name!r}."
+            raise APIError(404, why, "model")
 
     def _with_version(self, request: _G) -> _G:
         """Check the model's name; replace an adapter's by its version, for the whole request."""
@@ -175,10 +172,8 @@ class InputProcessor:
         self._check_queue(request)
         self._check_order(request)
         if asks_to_hold(request.kv_transfer_params) and (request.stream or _sequences(request) > 1):
-            raise bad_request(
-                "kv_transfer_params.do_remote_decode needs one prompt, n of 1, and no stream.",
-                "kv_transfer_params",
-            )
+            why = "kv_transfer_params.do_remote_decode needs one prompt, n of 1, and no stream."
+            raise bad_request(why, "kv_transfer_params")
         return request
 
     def _check_queue(self, request: GenerationRequest) -> None:
@@ -281,10 +276,8 @@ class InputProcessor:
         )
         choice = SequenceOutput(model.tokenizer, model.eos, params, options, resumed)
         if choice.finish is not None or params.max_tokens <= len(resumed):
-            raise bad_request(
-                f"resume_tokens is {len(resumed)}; the output ended within them already.",
-                "resume_tokens",
-            )
+            why = f"resume_tokens is {len(resumed)}; the output ended within them already."
+            raise bad_request(why, "resume_tokens")
         return choice
 
     def _explain(
@@ -403,10 +396,8 @@ class PromptProcessor:
         """Render a chat's prompt; raises APIError 400 without a template or on invalid messages."""
         template = self._model.template
         if template is None:
-            raise bad_request(
-                f"The model {self._model.name} has no chat template: use /v1/completions.",
-                "messages",
-            )
+            why = f"The model {self._model.name} has no chat template: use /v1/completions."
+            raise bad_request(why, "messages")
         messages, variables = request.messages, _template_variables(request)
         try:
             if not self._config.allow_special_tokens:
@@ -533,8 +524,6 @@ def _template_variables(request: Any) -> dict[str, Any]:
     if request.tools and getattr(request, "tool_choice", None) != "none":
         variables["tools"] = request.tools
     if reserved := {"messages", "add_generation_prompt"} & variables.keys():
-        raise bad_request(
-            f"chat_template_kwargs has {', '.join(sorted(reserved))}; that is a field of its own.",
-            "chat_template_kwargs",
-        )
+        why = f"chat_template_kwargs has {', '.join(sorted(reserved))}; that is a field of its own."
+        raise bad_request(why, "chat_template_kwargs")
     return variables

@@ -46,20 +46,9 @@ class SequenceOutput:
     """Converts one sequence's tokens to text; sets `finish` when it ends."""
 
     __slots__ = (
-        "_detokenizer",
-        "_end_tokens",
-        "_eos",
-        "_max_tokens",
-        "_min_tokens",
-        "_options",
-        "_stops",
-        "_tokenizer",
-        "count",
-        "finish",
-        "replayed",
-        "stop",
-        "tokens",
-    )
+        "_detokenizer", "_end_tokens", "_eos", "_max_tokens", "_min_tokens", "_options", "_stops",
+        "_tokenizer", "count", "finish", "replayed", "stop", "tokens",
+    )  # fmt: skip
 
     def __init__(
         self, tokenizer: Tokenizer, eos: frozenset[int], params: SamplingParams,
@@ -241,11 +230,8 @@ class MessageStream:
                 continue
             elif isinstance(event, CallStart):
                 call = self._begin(event)
-                pieces[event.index] = {
-                    "index": event.index,
-                    **call,
-                    "function": {**call["function"]},
-                }
+                begun = {"index": event.index, **call, "function": {**call["function"]}}
+                pieces[event.index] = begun
             elif isinstance(event, CallArguments):
                 self.calls[event.index]["function"]["arguments"] += event.text
                 piece = pieces.setdefault(

@@ -273,10 +273,8 @@ class Receiver:
             )
         first, end = run.pull.first, run.pull.first + len(run.pull.dest)
         if end > ticket.blocks:
-            raise TransferError(
-                TransferReason.BAD_PARAMS,
-                f"blocks {first} to {end} are wanted; {ticket.blocks} are offered",
-            )
+            why = f"blocks {first} to {end} are wanted; {ticket.blocks} are offered"
+            raise TransferError(TransferReason.BAD_PARAMS, why)
 
     def _by_any_backend(self, run: _Run) -> None:
         ticket, host = run.ticket, run.ticket.remote_host_id

@@ -238,10 +238,8 @@ class Sender:
 
     def _answer(self, link: SideChannelLink, request: Request) -> None:
         if isinstance(request, Hello):
-            raise TransferError(
-                TransferReason.UNPROVEN,
-                "this sender has no fleet secret; start it with the receiver's",
-            )
+            why = "this sender has no fleet secret; start it with the receiver's"
+            raise TransferError(TransferReason.UNPROVEN, why)
         if not isinstance(request, Open | Decline):
             raise out_of_turn(request)
         if request.engine != self.engine_id:
@@ -270,15 +268,11 @@ class Sender:
 
     def _check(self, request: Open, offer: LeasedBlocks) -> SendBackend:
         if request.layout != self._fingerprint:
-            raise TransferError(
-                TransferReason.LAYOUT,
-                f"the sender's blocks are {self._store.layout}; yours are not",
-            )
+            why = f"the sender's blocks are {self._store.layout}; yours are not"
+            raise TransferError(TransferReason.LAYOUT, why)
         if not hmac.compare_digest(request.last_hash.encode(), offer.last_hash.encode()):
-            raise TransferError(
-                TransferReason.OTHER_PROMPT,
-                "the offered blocks are of another prompt than the ticket says",
-            )
+            why = "the offered blocks are of another prompt than the ticket says"
+            raise TransferError(TransferReason.OTHER_PROMPT, why)
         if request.first < 0 or request.count < 0:
             raise TransferError(TransferReason.BAD_PARAMS, "first and count must be at least 0")
         if request.first + request.count > len(offer.blocks):
@@ -290,10 +284,8 @@ class Sender:
         export = self._exports.get(request.backend)
         if export is None:
             known = ", ".join(self._exports)
-            raise TransferError(
-                TransferReason.BAD_PARAMS,
-                f"no backend {request.backend!r}; this sender has {known}",
-            )
+            why = f"no backend {request.backend!r}; this sender has {known}"
+            raise TransferError(TransferReason.BAD_PARAMS, why)
         return export
 
     def _checksums(self, offer: LeasedBlocks) -> checksum.Checksums:

@@ -81,15 +81,11 @@ def read_transfer_params(params: object, key: bytes = b"") -> TransferParams:
     except msgspec.ValidationError as error:
         raise TransferError(TransferReason.BAD_PARAMS, f"kv_transfer_params: {error}") from error
     if not ticket.do_remote_prefill:
-        raise TransferError(
-            TransferReason.BAD_PARAMS,
-            "kv_transfer_params: do_remote_prefill is false; nothing is offered",
-        )
+        why = "kv_transfer_params: do_remote_prefill is false; nothing is offered"
+        raise TransferError(TransferReason.BAD_PARAMS, why)
     if key and not hmac.compare_digest(ticket.remote_mac, _mac(ticket, key)):
-        raise TransferError(
-            TransferReason.FORGED,
-            f"the ticket {ticket.remote_request_id!r} is not signed by this fleet",
-        )
+        why = f"the ticket {ticket.remote_request_id!r} is not signed by this fleet"
+        raise TransferError(TransferReason.FORGED, why)
     return ticket
 
 
@@ -135,10 +131,8 @@ def _check_prompt(
         hashes = chain(tokens[: count * size], size, seed)
     own = hash_text(hashes[count - 1])
     if not hmac.compare_digest(own, ticket.remote_last_hash):
-        raise TransferError(
-            TransferReason.OTHER_PROMPT,
-            f"ticket {ticket.remote_request_id!r} is for other tokens, or another tenure",
-        )
+        why = f"ticket {ticket.remote_request_id!r} is for other tokens, or another tenure"
+        raise TransferError(TransferReason.OTHER_PROMPT, why)
 
 
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
