@@ -157,9 +157,7 @@ class Grammars:
         except ValueError as error:
             raise GrammarError(f"the tokenizer cannot be used for grammars: {error}") from None
         self.budget: WorkBudget | None = None
-        self.vocab = vocab
-        self.end_tokens = end_tokens
-        self._cache_bytes = cache_bytes
+        self.vocab, self.end_tokens, self._cache_bytes = vocab, end_tokens, cache_bytes
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._bytes = 0

@@ -352,31 +352,26 @@ class BucketLocation:
                 return from_url(self.url, mkdir=True)
             if scheme == "memory":
                 return from_url(self.url)
-            return from_url(self.url, **self._options(), **self._s3())
+            return from_url(self.url, **self._options())
         except (BaseError, ValueError) as error:
             raise StoreError(f"{self.url}: {first_line(error)}") from error
 
     def _options(self) -> dict[str, Any]:
+        given = {"endpoint": self.endpoint, "region": self.region}
         return {
+            **{name: value for name, value in given.items() if value},
             "client_options": {
-                "timeout": timedelta(seconds=self.timeout),
+                "timeout": timedelta(seconds=self.timeout), "allow_http": True,
                 "connect_timeout": timedelta(seconds=self.connect_timeout),
-                "allow_http": True,
             },
             "retry_config": {
-                "max_retries": self.retries,
-                "retry_timeout": timedelta(seconds=self.timeout),
+                "max_retries": self.retries, "retry_timeout": timedelta(seconds=self.timeout),
                 "backoff": {
                     "init_backoff": timedelta(milliseconds=50),
-                    "max_backoff": timedelta(seconds=1),
-                    "base": 2,
+                    "max_backoff": timedelta(seconds=1), "base": 2,
                 },
             },
-        }
-
-    def _s3(self) -> dict[str, Any]:
-        given = {"endpoint": self.endpoint, "region": self.region}
-        return {name: value for name, value in given.items() if value}
+        }  # fmt: skip
 
 
 def first_line(error: BaseException) -> str:

@@ -102,8 +102,7 @@ class HostStore:
 
     def sums(self, rows: Ints) -> Checksums:
         """Return checksums of pinned rows, shape (n,)."""
-        sums: Checksums = self._sums[rows]
-        return sums
+        return self._sums[rows]
 
     def put(
         self, entries: BlockRecords, data: Bytes, rows: Ints, sums: Checksums | None = None

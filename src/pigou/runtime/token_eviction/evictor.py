@@ -282,10 +282,8 @@ class Evictor:
 
     def _compact(self, task: Compaction) -> None:
         row, table = task.row, task.blocks
-        if task.entries != self.entries[row]:
-            raise ValueError(
-                f"row {row} is said to have {task.entries} entries; it has {self.entries[row]}"
-            )
+        if task.entries != (has := self.entries[row]):
+            raise ValueError(f"row {row} is said to have {task.entries} entries; it has {has}")
         self.cache.move(_NO_PAIRS, task.copies, _NO_PAIRS)
         self.stats.move(_NO_PAIRS, task.copies, _NO_PAIRS)
         ranking = self._rankings.pop(row, None)
@@ -295,10 +293,8 @@ class Evictor:
         if ranking is None or victims is None:
             (ranking,) = self._rank([RankRequest(row, table, task.first, task.drop)])
             victims = ranking.slots
-        if victims.shape[1] < task.drop:
-            raise ValueError(
-                f"row {row} is to give up {task.drop} entries; only {victims.shape[1]} may go"
-            )
+        if (may := victims.shape[1]) < task.drop:
+            raise ValueError(f"row {row} is to give up {task.drop} entries; only {may} may go")
         self._remember(row, table, ranking, victims)
         heads = self.stats.numbers.shape[1] * self.stats.numbers.shape[2]
         by_head = np.broadcast_to(victims, (heads, task.drop))
