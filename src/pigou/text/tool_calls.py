@@ -25,9 +25,6 @@ ParserName = Literal["hermes", "llama3_json", "mistral", "deepseek_v3", "kimi_k2
 PARSERS: tuple[ParserName, ...] = get_args(ParserName)
 #: Begin and end of reasoning, which has no calls.
 REASONING: Mapping[str, str] = {"<think>": "</think>", "[THINK]": "[/THINK]"}
-_MISTRAL_HEAD = re.compile(r"([\w.-]+?)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
-#: Possible beginning of such a head; more characters are content.
-_MISTRAL_BEGUN = re.compile(r"[\w.-]{1,128}\s*(?:\[[A-Z_]*\]?\s*[\w-]{0,64}\s*){0,2}")
 _FENCES = ("```json", "```tool_call", "```")
 #: An open code fence at the end of a text, or what may become one.
 _FENCE_END = re.compile(r"`{1,3}\w{0,12}\Z")
@@ -406,8 +403,10 @@ class MistralParser(MarkedParser):
 
     OPEN = "[TOOL_CALLS]"
     HEAD_MARKS: ClassVar[tuple[str, ...]] = ("[ARGS]", "[CALL_ID]")
-    #: Name of a call and what follows it, and what may become such a head.
-    HEAD, BEGUN = _MISTRAL_HEAD, _MISTRAL_BEGUN
+    #: Name of a call and what follows it.
+    HEAD = re.compile(r"([\w.-]+?)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+    #: Possible beginning of such a head; more characters are content.
+    BEGUN = re.compile(r"[\w.-]{1,128}\s*(?:\[[A-Z_]*\]?\s*[\w-]{0,64}\s*){0,2}")
 
     def _head(self) -> list[Event]:
         if match := self.HEAD.match(self._rest):

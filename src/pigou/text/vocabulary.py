@@ -70,13 +70,9 @@ def vocabulary(
         tokens[index] = name.encode() if chain is None else chain.decode(name, first=False)
         if chain is not None and (start := chain.decode(name, first=True)) != tokens[index]:
             starts[index] = start
-    return Vocabulary(
-        tuple(tokens),
-        frozenset(special),
-        starts,
-        b"" if chain is None else chain.strip,
-        whole if chain is None else None,
-    )
+    if chain is None:
+        return Vocabulary(tuple(tokens), frozenset(special), whole=whole)
+    return Vocabulary(tuple(tokens), frozenset(special), starts, chain.strip)
 
 
 def _text(token: bytes | None) -> str | None:
