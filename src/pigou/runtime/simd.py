@@ -143,17 +143,9 @@ def _e4m3(builder: Any, number: Any) -> Any:
 
 @instruction
 def product(
-    _context: Any,
-    a: Any,
-    a_stride: Any,
-    b: Any,
-    b_stride: Any,
-    c: Any,
-    c_stride: Any,
-    depth: Any,
-    kind: Any,
-    rows: Any,
-) -> Any:
+    _context: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, depth: Any,
+    kind: Any, rows: Any,
+) -> Any:  # fmt: skip
     """Add A B to C (rows, 16), which stays in registers while B is read once.
 
     `a`, `b`, `c` are addresses; strides between rows are in numbers. A (rows, depth) and C are

@@ -156,11 +156,9 @@ def runs(slots: Ints) -> Iterator[tuple[int, int]]:
 
 
 def _transfer(
-    call: Callable[[int, Sequence[memoryview], int], int],
-    fd: int,
-    parts: Sequence[Bytes],
+    call: Callable[[int, Sequence[memoryview], int], int], fd: int, parts: Sequence[Bytes],
     offset: int,
-) -> int:
+) -> int:  # fmt: skip
     """Read or write all parts from `offset`; return the bytes done, fewer only at the end."""
     views = [part.data.cast("B") for part in parts]
     done = 0

@@ -193,12 +193,10 @@ class BlockRecords:
 def no_records(count: int = 0) -> BlockRecords:
     """Return empty records, or `count` blank ones to overwrite."""
     return BlockRecords(
-        np.zeros((count, 2), dtype=np.uint64),
-        np.zeros((count, 2), dtype=np.uint64),
-        np.zeros(count, dtype=np.int32),
-        np.zeros(count, dtype=np.int64),
+        np.zeros((count, 2), dtype=np.uint64), np.zeros((count, 2), dtype=np.uint64),
+        np.zeros(count, dtype=np.int32), np.zeros(count, dtype=np.int64),
         np.zeros((count, TENURE_BYTES), dtype=np.uint8),
-    )
+    )  # fmt: skip
 
 
 def encode(namespace: bytes, entries: BlockRecords, payloads: Checksums, size: int) -> Bytes:

@@ -121,12 +121,10 @@ class TransferQueue:
         with self._wake:
             state = self._state
             return replace(
-                self._counts,
-                up=self._breaker.allows and not self._dead and not state.closed,
+                self._counts, up=self._breaker.allows and not self._dead and not state.closed,
                 reason="closed" if state.closed else self._breaker.reason or self._dead,
-                jobs=len(state.queue) + (state.running is not None),
-                blocks=state.blocks,
-            )
+                jobs=len(state.queue) + (state.running is not None), blocks=state.blocks,
+            )  # fmt: skip
 
     def close(self, seconds: float) -> bool:
         """Drain for up to `seconds`, fail the remaining jobs; True if the thread ended."""
