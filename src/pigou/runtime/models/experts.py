@@ -33,7 +33,6 @@ class Routing:
     normalise: bool = True  # weights of a token sum to `scale`
     groups: int = 1  # groups of experts; a token chooses within its best ones
     best_groups: int = 1
-    group_best: int = 2  # best scores of a group whose sum ranks it
     scale: float = 1.0
 
     def choose(self, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -47,7 +46,7 @@ class Routing:
         ranked = scores if bias is None else scores + bias
         if self.groups > self.best_groups:
             grouped = ranked.view(len(ranked), self.groups, -1)
-            ranks = grouped.topk(self.group_best, -1).values.sum(-1)
+            ranks = grouped.topk(2, -1).values.sum(-1)  # groups rank by their two best scores
             best = ranks.topk(self.best_groups, -1).indices
             excluded = torch.ones_like(ranks, dtype=torch.bool).scatter_(1, best, False)
             ranked = grouped.masked_fill(excluded.unsqueeze(-1), float("-inf")).flatten(1)
@@ -229,13 +228,12 @@ class MoE:
     router: Linear  # fp32
     routing: Routing
     experts: Experts
-    bias: Tensor | None = None  # added to scores to choose by
     shared: Callable[[Tensor], Tensor] | None = None
     shared_gate: Linear | None = None  # sigmoid weight of the shared expert
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return shape (tokens, hidden) for x (tokens, hidden)."""
-        chosen, weights = self.routing.choose(self.router(x.float()), self.bias)
+        chosen, weights = self.routing.choose(self.router(x.float()))
         out = self.experts(x, chosen, weights)
         if self.shared is None:
             return out

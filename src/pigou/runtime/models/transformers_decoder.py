@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,8 +22,6 @@ from pigou.runtime.models.model_config import LayerAttention, ModelConfig
 from pigou.runtime.models.weights import Weights
 from pigou.runtime.ops import Ops
 from pigou.text.model_files import read_end_tokens
-
-log = logging.getLogger(__name__)
 
 #: Names of our function in transformers' registers: serving (no masks are made), and dry runs.
 _ATTENTION, _DRY_RUN = "pigou", "pigou-dry-run"
