@@ -107,12 +107,12 @@ class ScheduleBuilder(msgspec.Struct):
         # Unpacking an array takes three times as long.
         return Plan(
             entries[PLAN_ROWS], entries[PLAN_STARTS], entries[PLAN_COUNTS], entries[PLAN_KV_LENS],
-            samples, repeat, horizon, self.started, self.preempted, _joined(self.swap_out),
-            _joined(self.copies), _joined(self.swap_in), self.loads,
+            samples, repeat, horizon, self.started, self.preempted, _concatenated(self.swap_out),
+            _concatenated(self.copies), _concatenated(self.swap_in), self.loads,
         )  # fmt: skip
 
 
-def _joined(parts: list[Ints]) -> Ints:
+def _concatenated(parts: list[Ints]) -> Ints:
     return np.concatenate(parts) if parts else _NO_PAIRS
 
 

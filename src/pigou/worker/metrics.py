@@ -169,8 +169,6 @@ _ENERGY_ROWS = _counters(
     ("pigou_device_energy_joules", "Energy of the worker's device since its start, by its counter.",
      "joules"),
 )  # fmt: skip
-
-
 #: Rows read from `ExpertLoads.report`, of the last 1,000 to 2,000 steps.
 _EXPERT_ROWS = (
     Row("pigou_expert_imbalance",

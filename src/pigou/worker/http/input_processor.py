@@ -189,19 +189,16 @@ class InputProcessor:
             raise APIError(503, f"The queue is full: {waiting} requests wait.", retry_after=1)
 
     def _check_order(self, request: GenerationRequest) -> None:
-        order = self._config.order
-        if request.priority and order != "priority":
-            raise bad_request(
-                f"priority is {request.priority}; this worker's order is {order}: start it with "
-                "--order priority, or remove the field.",
-                "priority",
-            )
-        if request.deadline_ms is not None and order != "edf":
-            raise bad_request(
-                f"deadline_ms is {request.deadline_ms}; this worker's order is {order}: start it "
-                "with --order edf, or remove the field.",
-                "deadline_ms",
-            )
+        for field, order, is_given in (
+            ("priority", "priority", bool(request.priority)),
+            ("deadline_ms", "edf", request.deadline_ms is not None),
+        ):
+            if is_given and self._config.order != order:
+                raise bad_request(
+                    f"{field} is {getattr(request, field)}; this worker's order is "
+                    f"{self._config.order}: start it with --order {order}, or remove the field.",
+                    field,
+                )
 
     # --- KV transfer ------------------------------------------------------------------------
 

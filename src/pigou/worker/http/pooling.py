@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ConfigError
-from pigou.text.model_files import read_object
 from pigou.wire.errors import bad_field, bad_request
 from pigou.wire.openai_replies import Json, encode
 from pigou.wire.openai_requests import (
@@ -23,7 +22,7 @@ from pigou.wire.openai_requests import (
     ScoreRequest,
 )
 from pigou.worker.http.reply import Reply
-from pigou.worker.http.served_model import ServedModel
+from pigou.worker.http.served_model import ServedModel, read_spec
 
 #: Keys of sentence-transformers' `1_Pooling/config.json` and what they mean here.
 _MODES = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean",
@@ -37,14 +36,9 @@ def pooling_of(folder: Path, option: str) -> str:
         return option
     if not path.exists():
         return "none"
-    try:
-        spec = read_object(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    named = [
-        key for key, value in spec.items() if key.startswith("pooling_mode_") and value is True
-    ]
-    named += [str(spec[key]) for key in ("pooling_mode",) if key in spec]
+    spec = read_spec(path)
+    named = [key for key in spec if key.startswith("pooling_mode_") and spec[key] is True]
+    named += [str(spec["pooling_mode"])] if "pooling_mode" in spec else []
     modes = [_MODES.get(name) for name in named]
     if len(modes) != 1 or modes[0] is None:
         raise ConfigError(f"{path} pools by {', '.join(named) or 'nothing'}; lasttoken and "
@@ -128,11 +122,9 @@ def _check_dimensions(wanted: int | None, model: ServedModel) -> None:
     ways = "leave it out: the model's embeddings are not made to be cut"
     if model.dimensions:
         sizes = model.dimensions
-        ways = (
-            f"it must be {sizes[0]} to {sizes[-1]}"
-            if isinstance(sizes, range)
-            else (f"it must be one of {', '.join(map(str, sizes))}")
-        )
+        ways = f"it must be one of {', '.join(map(str, sizes))}"
+        if isinstance(sizes, range):
+            ways = f"it must be {sizes[0]} to {sizes[-1]}"
     raise bad_field("dimensions", f"is {wanted}; {ways}.")
 
 

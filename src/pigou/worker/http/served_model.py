@@ -6,10 +6,13 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, cast
 
+from pigou.config import ConfigError
 from pigou.kv.tenure import Tenure, salt_expiry
 from pigou.text.chat_template import ChatTemplate
+from pigou.text.model_files import read_object
 from pigou.text.reasoning import detect_family
 from pigou.text.tokenizer import Tokenizer
 from pigou.text.tool_calls import ParserName, detect_parser
@@ -65,6 +68,14 @@ def seeds(name: str, digest: str) -> Callable[..., bytes]:
         return own.digest()
 
     return seed
+
+
+def read_spec(path: Path) -> dict[str, Any]:
+    """Read a file of JSON in a model's folder; raises ConfigError."""
+    try:
+        return read_object(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
 
 
 def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:

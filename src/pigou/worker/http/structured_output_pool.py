@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import subprocess
@@ -157,8 +156,10 @@ class GrammarCompilePool(GrammarSource):
                 grammars = await loop.run_in_executor(self._pool, self._made)
             return await loop.run_in_executor(self._pool, _compile, grammars, job, trials)
         except ValueError as error:
-            if not job.left:
-                self._remember_refusal(job, str(error))
+            if not job.left and not job.output:  # the output may be at fault
+                self._refused[job.grammar] = str(error)
+                while len(self._refused) > _REFUSALS:
+                    self._refused.popitem(last=False)
             raise
         except Exception:  # raised by the pool itself at process exit
             log.exception("compiling a grammar failed")
@@ -176,13 +177,6 @@ class GrammarCompilePool(GrammarSource):
                     self._unusable = error
                     raise
             return self._grammars
-
-    def _remember_refusal(self, job: _Job, message: str) -> None:
-        if job.output:
-            return  # the output may be at fault
-        self._refused[job.grammar] = message
-        while len(self._refused) > _REFUSALS:
-            self._refused.popitem(last=False)
 
 
 def _compile(grammars: Grammars, job: _Job, trials: GrammarSandbox) -> list[GrammarState]:
@@ -234,11 +228,9 @@ class OutputConstraints:
         wanted, name = self._wanted(request, tools)
         if wanted is None:
             return OutputConstraint(None, [None] * count, tools)
-        watches = (
-            []
-            if reasoning is None
-            else [reasoning.end(self._model.tokenizer) for _ in range(count)]
-        )
+        watches = []
+        if reasoning is not None:
+            watches = [reasoning.end(self._model.tokenizer) for _ in range(count)]
         output = [token for token in output if not [end for end in watches if end.take(token)]]
         try:
             tenant_key = tenant or request.cache_salt or ""
@@ -342,13 +334,9 @@ class GrammarSandbox:
 
     def _end(self, process: subprocess.Popen[str]) -> None:
         process.kill()
-        _reap(process)
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(OSError):  # unread output
+                    pipe.close()
         self._process = None
-
-
-def _reap(process: subprocess.Popen[str]) -> None:
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):  # unread output
-                pipe.close()

@@ -24,7 +24,7 @@ from pigou.request import SECOND, Ints, Rehearsed
 from pigou.runtime.stores.offloader import KVOffloader
 from pigou.runtime.stores.store import DeviceBlocks
 from pigou.sim.timing import Timing
-from pigou.text.model_files import read_object, within
+from pigou.text.model_files import within
 from pigou.text.tokenizer import Tokenizer
 from pigou.wire.names import advertised
 from pigou.wire.sampling_params import ModelLimits
@@ -44,6 +44,7 @@ from pigou.worker.http.pooling import embedding_dimensions, pooling_of
 from pigou.worker.http.served_model import (
     ServedModel,
     chat_template,
+    read_spec,
     reasoning_family,
     sampling_defaults,
     seeds,
@@ -287,10 +288,7 @@ def _read_spec(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"model is {str(folder)!r}, and has no config.json")
-    try:
-        return read_object(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+    return read_spec(path)
 
 
 # --- both -------------------------------------------------------------------------------------
