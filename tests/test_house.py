@@ -18,8 +18,8 @@ from tests.lib.source_tree import LAB, ROOT, SRC, modules, name, nodes, parsed
 MAX_LINES, MIN_LINES = 700, 60
 MAX_PARAMETERS = 12
 MAX_FIELDS = 40
-MAX_FILES = 635  # of product and lab
-MAX_PRODUCT_LINES = 111_000  # aim 96,000, 3,500 of integrations, 6,800 of models
+MAX_FILES = 626  # of product and lab
+MAX_PRODUCT_LINES = 111_830  # aim 96,000, 3,500 of integrations, 6,800 of models
 MAX_LAB_LINES = 13_900
 MIN_CODE_SHARE = 0.66
 MAX_SHORT_FILES = 0
@@ -27,24 +27,24 @@ MAX_CIRCLES = 0
 MAX_TEST_ONLY_NAMES = 7  # theory of games, which docs promise; aim 0
 #: Lines of packages, or of several together; `modules` are the files beside them.
 BUDGETS = {
-    "modules": 2_100,  # aim 1,500
-    "models": 2_400,  # aim 1,000
-    "placement": 1_300,
-    "kv": 3_250,
-    "engine": 3_450,
+    "modules": 2_200,  # aim 1,500
+    "models": 2_340,  # aim 1,000
+    "placement": 1_250,
+    "kv": 3_130,
+    "engine": 3_560,
     "games": 1_250,
-    "performance": 2_150,  # aim 1,750
-    "control": 14_970,
+    "performance": 1_910,  # aim 1,750
+    "control": 15_025,
     "lifecycle": 770,
-    "windows": 1_150,
+    "windows": 1_160,
     "cost diagnosis tracing": 3_450,  # aim 3,250
-    "wire text": 6_200,  # aim 5,000
-    "gateway": 11_000,  # aim 9,000
-    "worker runtime": 22_170,  # 17,670 before models and accelerators
-    "sim": 7_900,
-    "fleet": 11_250,
+    "wire text": 6_670,  # aim 5,000
+    "gateway": 10_630,  # aim 9,000
+    "worker runtime": 22_310,  # aim 22,150: 17,650 before models and accelerators
+    "sim": 8_040,
+    "fleet": 11_190,
     "integrations": 3_500,
-    "workload capacity report cli": 13_800,  # aim 12,250
+    "workload capacity report cli": 13_710,  # aim 12,250
 }
 #: Short files that are whole: entry points.
 MAY_BE_SHORT = {"__init__.py", "__main__.py"}
