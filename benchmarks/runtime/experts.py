@@ -15,6 +15,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 from benchmarks.lib.rounds import shuffled_rounds
 from pigou.runtime.resources import prepare_environment
@@ -35,7 +36,7 @@ def main() -> None:
     prepare_environment(options.threads)
 
     import torch
-    from transformers import AutoConfig
+    from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
     from pigou.runtime.attention.kv_cache import DTYPES
@@ -47,16 +48,20 @@ def main() -> None:
     set_threads(options.threads)
     dtype, device = DTYPES[options.dtype], torch.device(options.device)
     on_cpu = device.type == "cpu"
-    config = AutoConfig.for_model(
-        "qwen3_moe", hidden_size=options.hidden, moe_intermediate_size=options.width,
-        num_local_experts=options.experts, num_experts_per_tok=options.top, norm_topk_prob=True,
+    config = Qwen3MoeConfig(
+        hidden_size=options.hidden, moe_intermediate_size=options.width,
+        num_experts=options.experts, num_experts_per_tok=options.top, norm_topk_prob=True,
     )  # fmt: skip
     torch.manual_seed(0)
     eager = Qwen3MoeSparseMoeBlock(config).to(device, dtype).eval()
     with torch.no_grad():
         for weight in eager.parameters():
             weight.normal_(std=weight.shape[-1] ** -0.5)
-    arms = {"eager": eager, "grouped_mm": copy.deepcopy(eager), "ours": copy.deepcopy(eager)}
+    arms: dict[str, Any] = {
+        "eager": eager,
+        "grouped_mm": copy.deepcopy(eager),
+        "ours": copy.deepcopy(eager),
+    }
     for name in ("eager", "grouped_mm"):
         arms[name].experts.config = copy.deepcopy(config)
         arms[name].experts.config._experts_implementation = name

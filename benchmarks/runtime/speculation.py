@@ -64,10 +64,13 @@ def main() -> None:
     set_threads(options.threads)
     source = bundled_path() if options.model == "bundled" else options.model
     model = load(source, options.dtype)
-    keys = {"prompt_lookup_min": 2, "prompt_lookup_max": 5, "method": "ngram"}
+    drafting = SpeculativeConfig(
+        method="ngram", num_speculative_tokens=options.drafts, prompt_lookup_min=2,
+        prompt_lookup_max=5,
+    )  # fmt: skip
     if options.draft:
-        options.kinds, keys = ["greedy", "sampled"], {"model": options.draft}
-    drafting = SpeculativeConfig(num_speculative_tokens=options.drafts, **keys)
+        options.kinds = ["greedy", "sampled"]
+        drafting = SpeculativeConfig(num_speculative_tokens=options.drafts, model=options.draft)
     print(f"{'batch':>5} {'text':>7} {'plain tok/s':>12} {'drafts tok/s':>13} {'ratio':>6} "
           f"{'range':>12} {'tokens/step':>12} {'accepted':>9} {'drafts/step':>12}")  # fmt: skip
     for batch in options.batch:

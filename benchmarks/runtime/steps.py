@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +19,8 @@ import numpy as np
 from pigou.runtime.resources import prepare_environment
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from pigou.runtime.local_engine import LocalEngine
     from pigou.runtime.models.load import LoadedModel
 
@@ -93,11 +96,17 @@ def products(model: LoadedModel, batch: int) -> float:
     """Return seconds that the linear layers of one decode step take by themselves."""
     import torch
 
+    from pigou.runtime.models.decoder import Decoder, GatedMLP
+
     decoder, config = model.decoder, model.config
+    if not isinstance(decoder, Decoder):
+        raise SystemExit("products are timed of Pigou's own decoders; give such a model")
+    linears: list[tuple[Callable[[Tensor], Tensor], int]]
     linears = [(decoder.head, config.hidden)]
     for layer in decoder.layers:
         linears += [(layer.qkv, config.hidden), (layer.output, config.heads * config.head_dim)]
-        linears += [(layer.gate_up, config.hidden), (layer.down, config.ffn)]
+        if isinstance(layer.mlp, GatedMLP):
+            linears += [(layer.mlp.gate_up, config.hidden), (layer.mlp.down, config.ffn)]
     inputs = {
         width: torch.ones(batch, width, dtype=model.dtype, device=model.device)
         for _, width in linears

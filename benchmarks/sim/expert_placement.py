@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import fmean
 
 import numpy as np
@@ -50,8 +51,8 @@ def main() -> None:
                 rng = np.random.default_rng(seed)
                 loads = rng.permutation(np.arange(1, 257.0) ** -exponent) * rng.gamma(4, 1 / 4, 256)
                 shape = ExpertRanks(ranks, slots)
-                theirs, their_ms = timed(lambda w=loads, s=shape: balance(w, s, pack_greedy))
-                ours, our_ms = timed(lambda w=loads, s=shape: balance(w, s))
+                theirs, their_ms = timed(partial(balance, loads, shape, pack_greedy))
+                ours, our_ms = timed(partial(balance, loads, shape))
                 copies = replicate(loads, slots)
                 least = pack_bound(np.repeat(loads / copies, copies), ranks)
                 columns.append(

@@ -25,7 +25,7 @@ from pigou.engine.plan import Compaction, Plan, Started
 from pigou.kv.block_pool import BlockPool
 from pigou.request import Ints, SamplingParams, no_hashes
 from pigou.runtime.attention.paged_attention import PagedAttention
-from pigou.runtime.models.decoder import Decoder
+from pigou.runtime.models.decoder import DecoderModel
 from pigou.runtime.models.load import LoadedModel, load
 from pigou.runtime.token_eviction.policy import GROUP, CacheEntries
 from pigou.runtime.token_eviction.predictor import RETURNS
@@ -53,13 +53,13 @@ class Tap:
         shown: logits of the last step, shape (tokens, vocab).
     """
 
-    def __init__(self, inner: Decoder) -> None:
+    def __init__(self, inner: DecoderModel) -> None:
         self._inner = inner
         self.open = False
         self.shown = torch.empty(0)
 
     def hidden(self, tokens: Tensor, attention: PagedAttention, wanted: Tensor | None) -> Tensor:
-        """Compute as `Decoder.hidden`, and keep the logits when they are wanted."""
+        """Compute as `DecoderModel.hidden`, and keep the logits when they are wanted."""
         if not self.open:
             return self._inner.hidden(tokens, attention, wanted)
         hidden = self._inner.hidden(tokens, attention, None)
@@ -160,7 +160,7 @@ class Reading:
         self.cache = model.cache(self.pool.blocks, self.size)
         self.executor = model.executor(self.cache, self.tables, task.length, config)
         self.tap = Tap(self.executor.model)
-        self.executor.model = self.tap  # type: ignore[assignment]
+        self.executor.model = self.tap
         self.entries = 0
         self.cut = -1
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)

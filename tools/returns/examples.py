@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from pigou.runtime.models.decoder import Decoder
+from pigou.runtime.models.decoder import Decoder, Layer
+from pigou.runtime.models.linear import Linear
 from pigou.runtime.token_eviction.predictor import FOLD, POWER, SCALES, ReturnModel
 from returns.change import discounted, drop_changes, output_grams
 from returns.cut import RECENT, SHARES, SINKS, STRIDE, cut, gains, worth
@@ -99,7 +100,7 @@ class Collector:
         """Return of each entry if it alone is dropped, shape (L, H, times, T)."""
         config, found = self.decoder.config, []
         for index, layer in enumerate(self.decoder.layers):
-            grams = output_grams(layer.output.weight, config.kv_heads, config.group)
+            grams = output_grams(_weight(layer), config.kv_heads, config.group)
             seen = probe.kept_probs[index], probe.outputs[index], probe.values[index]
             found.append(discounted(drop_changes(*seen, grams)[0] ** POWER, times, self.horizon))
         return torch.stack(found)
@@ -116,9 +117,15 @@ class Collector:
         for index, layer in enumerate(self.decoder.layers):
             probs = probe.kept_probs[index][0, :, :, span, :end]
             outputs, values = probe.outputs[index][0, :, :, span], probe.values[index, 0, :, :end]
-            pair = gains(probs, outputs, values, kept[index], chosen, layer.output.weight)
+            pair = gains(probs, outputs, values, kept[index], chosen, _weight(layer))
             found.append(worth(*pair, self.horizon))
         return torch.stack(found)
+
+
+def _weight(layer: Layer) -> Tensor:
+    """Weight of the output product, shape (hidden, heads * width)."""
+    assert isinstance(layer.output, Linear), "quantised weights teach nothing"
+    return layer.output.weight
 
 
 def fades(time: int) -> Tensor:

@@ -78,7 +78,9 @@ def expected(probe: Probe) -> Tensor:
 
 def _mean_turn(probe: Probe, start: int) -> Tensor:
     """Mean rotation over the positions to come, shape (D, D)."""
-    frequencies = torch.from_numpy(probe.config.rope.frequencies)
+    rope = probe.config.rope
+    assert rope is not None
+    frequencies = torch.from_numpy(rope.frequencies)
     angles = torch.arange(start, start + AHEAD)[:, None] * frequencies
     cos, sin = angles.cos().mean(0).diag(), angles.sin().mean(0).diag()
     return torch.cat((torch.cat((cos, -sin), 1), torch.cat((sin, cos), 1)))

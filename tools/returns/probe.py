@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pigou.runtime.attention.paged_attention import HeadNorm, PagedAttention
-from pigou.runtime.models.decoder import Decoder
+from pigou.runtime.models.decoder import Decoder, GatedMLP
 from pigou.runtime.models.load import load
 from pigou.runtime.models.rotary_embedding import rotary_table, rotate
 from pigou.runtime.ops import TorchOps
@@ -26,7 +26,11 @@ WINDOW = 32  # queries whose attention SnapKV looks at
 def open_model(folder: Path) -> Decoder:
     """The decoder of a Hugging Face folder, in float32 and with torch's own operations."""
     decoder = load(folder, "fp32").decoder
+    assert isinstance(decoder, Decoder), "returns are learnt on Pigou's own decoders"
     decoder.ops = TorchOps()
+    for layer in decoder.layers:
+        assert isinstance(layer.mlp, GatedMLP)
+        layer.mlp.ops = decoder.ops
     return decoder
 
 
@@ -63,6 +67,7 @@ class Probe:
         self.masses = torch.zeros(*shape, len(SCALES))
         self.window, self.last, self.own = (torch.zeros(shape) for _ in range(3))
         self.queries = torch.zeros(*shape[:3], config.group, slots, config.head_dim)
+        assert config.rope is not None
         self.turns = rotary_table(config.rope, slots, torch.device("cpu"))
         self.logits: list[Tensor] = []
         self.length = 0
