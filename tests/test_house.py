@@ -44,7 +44,7 @@ BUDGETS = {
     "sim": 8_040,
     "fleet": 11_190,
     "integrations": 3_500,
-    "workload capacity report cli": 13_710,  # aim 12,250
+    "workload capacity report cli": 13_720,  # aim 12,250
 }
 #: Short files that are whole: entry points.
 MAY_BE_SHORT = {"__init__.py", "__main__.py"}

@@ -19,6 +19,8 @@ _WHERE = "in a checkout of Pigou"
 #: Extra of the package -> modules that it brings.
 EXTRAS = {
     "worker": ("torch", "safetensors", "llguidance", "obstore"),
+    "transformers": ("transformers",),
+    "gguf": ("gguf",),
     "report": ("matplotlib", "plotly"),
     "traces": ("zstandard",),
     "nats": ("nats",),

@@ -134,11 +134,12 @@ LAWS: dict[str, Callable[[Polled, str], bool]] = {
 ELSEWHERE = {
     "vllm:gpu_cache_usage_perc", "vllm:cache_config_info", "vllm:time_per_output_token_seconds",
     "pigou_device_energy_joules_total", "pigou_tier_queued_blocks", "pigou_tier_cap_bytes",
-    "pigou_tier_restored_blocks_total",
+    "pigou_tier_restored_blocks_total", "pigou_expert_rank_imbalance", "vllm:lora_requests_info",
+    "vllm:lora_adapter_loaded", "pigou_lora_loads_total", "pigou_lora_load_seconds_total",
 }  # fmt: skip
 _END = re.compile("_(total|sum|count|bucket)$")
 #: Fields of a worker's window that are no load, or none of its role's.
-_STATE = {"id", "state", "since_ns", "unplaceable", "location"}
+_STATE = {"id", "state", "since_ns", "unplaceable", "location", "experts", "rank_imbalance"}
 _STREAMS = {"mean_running", "held_tokens", "mean_held_tokens", "itl_s"}
 _PROMPTS = {"queued_prefill_tokens", "computed_prompts", "computed_tokens", "computed_pairs",
             "routed_tokens"}  # fmt: skip

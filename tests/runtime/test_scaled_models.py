@@ -267,7 +267,7 @@ def test_a_config_of_nothing_but_its_family_is_transformers_default(family: str)
     ("changes", "message"),
     [
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
-        ({"compression_config": {"bits": 4}}, "compression_config"),
+        ({"compression_config": {"bits": 4}}, "quant_method is '' with 4 bits"),
         ({"rope_scaling": [1]}, "must be an object"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": float("inf")}}, "factor is inf"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "short_factor"),

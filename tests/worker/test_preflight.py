@@ -35,8 +35,6 @@ def folder(path: Path, config: dict[str, Any] | None, weights: str = "model.safe
         (LLAMA | {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}, "m.bin",
          "not supported; supported: llama"),
         (LLAMA | {"architectures": ["NewForCausalLM"], "model_type": "new"}, "m.bin", "'new'"),
-        (LLAMA | {"quantization_config": {"quant_method": "fp8"}}, "m.bin",
-         "quantized weights are not supported"),
         (LLAMA | {"hidden_act": "gelu"}, "m.bin", "hidden_act 'gelu' is not supported"),
     ],
 )  # fmt: skip
@@ -55,7 +53,7 @@ def test_families_of_transformers_pass_where_it_is_installed(
     monkeypatch.setattr("pigou.models.read.find_spec", lambda _: object())
     check_worker(WorkerConfig(model=folder(tmp_path / "m", gemma)))
     quantized = folder(tmp_path / "q", gemma | {"quantization_config": {"quant_method": "awq"}})
-    with pytest.raises(ConfigError, match="quantized weights are not supported for transformers"):
+    with pytest.raises(ConfigError, match="transformers' models have MXFP4 alone"):
         check_worker(WorkerConfig(model=quantized))
     monkeypatch.setattr("pigou.models.read.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"install pigou\[transformers\]"):

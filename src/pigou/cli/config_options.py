@@ -56,6 +56,9 @@ COMMON = {
     "requests seeds jobs json picture",
     "sweep": "isl workers utilisation requests concurrency contexts osl model gpu tp timing blocks "
     "max_seqs engine seed out url decode_workers api_key",
+    "vram": "model gpu tp data_parallel_size enable_expert_parallel num_redundant_experts kv_dtype "
+    "block_size adapters adapter_rank adapter_targets max_seqs max_batched_tokens sequences "
+    "memory_gib utilization runtime_gib margin worker json",
 }
 _MARK, _FLAGS = "__configured__", "__field_flags__"
 _TIERS = "give --tier, as host=8GiB, disk=100GiB@/DIR or bucket=1TiB@s3://BUCKET/PREFIX"

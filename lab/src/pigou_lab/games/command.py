@@ -30,7 +30,6 @@ from pigou_lab.games.caching_studies import (
     topology_distances,
 )
 from pigou_lab.games.dynamics import claims
-from pigou_lab.games.experts import activation_rows, herding, nested_pigou, worst_nested
 from pigou_lab.games.hierarchy import hierarchy_equilibrium, two_levels
 from pigou_lab.games.normal_form import KNOWN, NormalFormGame
 from pigou_lab.games.traffic import PoleLaw, heavy_limit, price_at, swinging
@@ -306,6 +305,8 @@ def experts(
     json: Json = "",
 ) -> None:
     """Solve the nested game of workers and experts, and the game of activated copies."""
+    from pigou_lab.games.experts import activation_rows, herding, nested_pigou, worst_nested
+
     check_json(json)
     check_bounds("--ranks", ranks, ge=1, le=MAX_COUNT)
     check_bounds("--trials", trials, ge=1)
