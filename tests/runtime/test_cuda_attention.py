@@ -293,7 +293,7 @@ SHAPE = {"HEADS": 32, "KV_HEADS": 8, "D": 128, "BS": 16}
 DECODE = SHAPE | {"GP": 16, "DP": 128, "BQ": 1, "N": 64, "SPLITS": 8, "SINKS": 1, "EXACT": 0}
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 @pytest.mark.parametrize(("name", "constants"), [
     ("store_rotated", SHAPE | {"HP": 64, "NORM": 1, "ROTATE": 1}),
     ("store_rotated", SHAPE | {"HP": 64, "NORM": 0, "ROTATE": 0}),

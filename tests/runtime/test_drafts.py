@@ -96,7 +96,7 @@ def sampling(draw: st.DrawFn) -> SamplingParams:
     )
 
 
-@settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_drafts_leave_tokens_and_logprobs_as_they_are(
     data: st.DataObject, loaded: Find

@@ -87,8 +87,11 @@ def alone(workers: Start) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
-@pytest.mark.parametrize(("source", "target"), [(1, 2), (2, 1), (2, 4)])
+@pytest.mark.parametrize(("source", "target", "backend"), [
+    (1, 2, "shm"), (2, 1, "tcp"),
+    *(pytest.param(*sizes, marks=pytest.mark.slow)
+      for sizes in ((1, 2, "tcp"), (2, 1, "shm"), (2, 4, "shm"), (2, 4, "tcp"))),
+])  # fmt: skip
 def test_kv_moves_between_workers_of_any_two_sizes(
     source: int, target: int, backend: str, workers: Start, alone: list[int]
 ) -> None:
@@ -123,6 +126,7 @@ def test_sampling_logprobs_and_grammars_are_the_same_over_ranks(workers: Start) 
             )
 
 
+@pytest.mark.slow
 def test_quantised_kv_moves_to_more_ranks(workers: Start) -> None:
     options = ("--kv-cache-dtype", "int8_per_token_head")
     first, second = workers(1, *options), workers(2, *options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import yaml
 from msgspec.structs import replace
 
@@ -31,6 +32,7 @@ def both(workers: int) -> Configuration:
     return Configuration(pools=(PlannedPool(role=Role.BOTH, kind=KIND, workers=workers),))
 
 
+@pytest.mark.slow
 def test_the_analysis_of_ranks_is_near_the_simulation_of_their_worker() -> None:
     made, seen = both(1), analysis()
     request = PlanRequest(model=QWEN, gpus={"H100": 8}, slo=SLO)
