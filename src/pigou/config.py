@@ -23,7 +23,7 @@ Form = Literal[
 #: Heading of options that belong to no group; it comes last.
 OTHER_OPTIONS = "Options"
 _EXTRA = "option"
-QueueOrder = Literal["fcfs", "priority", "edf"]
+QueueOrder = Literal["fcfs", "priority", "edf", "shortest"]
 #: Policies under which requests give up entries whose return is below the price, also unasked.
 BY_PRICE = ("paper", "paper-lossy")
 #: Heading of options.
@@ -346,7 +346,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_model_len: int = 2048  # most tokens, prompt and output, of one sequence
     # order of admission, reversed for preemption. With `priority`, prompts of lower numbers are
     # also computed before those of higher ones continue (`pigou.engine.scheduler`).
+    # `shortest` takes the fewest predicted output tokens to go, less `ageing` for each second.
     order: QueueOrder = "fcfs"
+    ageing: float = 10.0  # tokens a second
     # most prompt tokens per step of requests whose priority is above 0, so that urgent requests
     # wait for a short step only; 0 for no limit but the budget. Needs the order `priority`.
     max_background_tokens: int = 0
@@ -378,6 +380,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                     f"num_speculative_tokens is {self.num_speculative_tokens}, and eviction is "
                     "given; entries written for rejected drafts have no scores: leave one out"
                 )
+        check_bounds("ageing", self.ageing, gt=0, unit=" tokens a second")
         if self.max_background_tokens and self.order != "priority":
             raise ConfigError(
                 f"max_background_tokens is {self.max_background_tokens}, and order {self.order}; "
@@ -477,13 +480,32 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     admission: Annotated[
         dict[str, Any],
         option(
-            "Order of waiting requests: fcfs, priority, edf, shortest, fair or priority-fair, "
-            "[,parameter=value]... (entry points `pigou.admission`).",
+            "Order of waiting requests: fcfs, priority, edf, shortest, shortest-remaining, fair or "
+            "priority-fair, [,parameter=value]... (entry points `pigou.admission`).",
             "Admission",
             form="named",
             key="order",
         ),
     ] = msgspec.field(default_factory=lambda: {"order": "fcfs"})
+    lengths: Annotated[
+        dict[str, Any],
+        option(
+            "Predictor of output lengths: mean, online, or oracle (simulator), "
+            "[,parameter=value]... (entry points `pigou.lengths`).",
+            "Admission",
+            form="named",
+            key="predictor",
+        ),
+    ] = msgspec.field(default_factory=lambda: {"predictor": "mean"})
+    length_model: Annotated[
+        dict[str, Any],
+        option(
+            "File of `pigou trace train`, which the online predictor begins with.",
+            "Admission",
+            form="file",
+            key="length_model",
+        ),
+    ] = {}
     tenant_weights: Annotated[
         dict[str, float],
         option(

@@ -106,6 +106,9 @@ class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):  # mad
     # requested model name where it differs from its workers' own, as for an adapter.
     model: str = ""
     eligible: frozenset[str] = frozenset()  # ids of the workers that can serve it; empty for all
+    # counts of words and marks in the prompt's text (`pigou.control.lengths`); empty if not read.
+    features: tuple[float, ...] = ()
+    expected: int = 0  # output tokens that its server predicts; 0 for unknown
 
     @property
     def is_follower(self) -> bool:

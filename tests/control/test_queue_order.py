@@ -13,7 +13,7 @@ from pigou.config import ConfigError
 from pigou.control.admission.queue_order import Heap, QueuedRequest, QueueOrder, load
 from pigou.request import NEVER, SECOND, Request
 
-ORDERS = ["fcfs", "priority", "edf", "shortest", "fair", "priority-fair"]
+ORDERS = ["fcfs", "priority", "edf", "shortest", "shortest-remaining", "fair", "priority-fair"]
 MILLI = SECOND // 1000
 
 

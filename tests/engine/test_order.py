@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from pigou.config import ConfigError, EngineConfig
 from pigou.engine.core import EngineCore
-from pigou.engine.plan import Plan, Result
+from pigou.engine.plan import Finish, Plan, Result
 from pigou.engine.sequence import Sequence, WaitingQueue, order_key
-from pigou.request import Request, no_hashes
+from pigou.request import SECOND, FinishReason, Request, no_hashes
 
 
 def engine(**fields: Any) -> EngineCore:
@@ -55,7 +55,50 @@ def test_requests_are_admitted_in_the_order_of_the_queue(order: str, expected: l
     assert started(core, 3) == expected
 
 
-@pytest.mark.parametrize("order", ["fcfs", "priority", "edf"])
+def test_the_shortest_by_prediction_goes_first_whatever_it_declares() -> None:
+    core = engine(order="shortest", max_seqs=1, max_model_len=2000)
+    for name, expected, limit in (("long", 900, 1), ("short", 5, 60), ("mid", 90, 2)):
+        core.add(Request(name, 2, limit, expected=expected))
+    assert core.would_wait(Request("longer", 2, 1, expected=999))
+    assert not core.would_wait(Request("shorter", 2, 50, expected=2))
+    assert started(core, 70) == ["short", "mid", "long"]
+
+
+def test_ageing_lets_nobody_overtake_who_waited_for_its_length() -> None:
+    core = engine(order="shortest", max_seqs=1, ageing=10.0)
+    core.add(Request("late", 2, 1, arrival=10 * SECOND, expected=1))
+    core.add(Request("early", 2, 1, arrival=SECOND, expected=90))
+    assert started(core, 2) == ["early", "late"]
+
+
+def test_an_engine_learns_which_prompts_have_short_outputs() -> None:
+    core = engine(order="shortest", max_seqs=1)
+    hashes = {name: np.full((1, 2), key, np.uint64) for key, name in enumerate(("s", "l"), 1)}
+    for number in range(30):
+        for name, tokens in (("s", 1), ("l", 20)):
+            core.add(Request(f"{name}{number}", 2, 40, hashes[name]))
+            while f"{name}{number}" in core:
+                plan = core.schedule(0)
+                seq_ends = core._state.sequences[f"{name}{number}"].length + 1 >= 2 + tokens
+                core.apply(plan, Result(finished=[Finish(0, FinishReason.STOP, 1)] * seq_ends))
+    core.add(Request("long", 2, 1, hashes["l"]))
+    core.add(Request("short", 2, 40, hashes["s"]))
+    assert started(core, 1) == ["short"]
+
+
+def test_a_preempted_sequence_has_what_it_generated_less_to_go() -> None:
+    core = engine(order="shortest", blocks=6, max_seqs=2, headroom=0, prefix_caching=False)
+    core.add(Request("a", 2, 9, expected=9))
+    core.add(Request("b", 2, 9, expected=8))
+    before = {name: seq.key[0] for name, seq in core._state.sequences.items()}
+    while not any(seq.preemptions for seq in core._state.sequences.values()):
+        step(core)
+    (seq,) = (seq for seq in core._state.sequences.values() if seq.preemptions)
+    assert seq.key[0] == before[seq.request.id] - (seq.length - 2) * SECOND
+    assert seq.request.id == "a"
+
+
+@pytest.mark.parametrize("order", ["fcfs", "priority", "edf", "shortest"])
 def test_equal_requests_are_admitted_as_they_came(order: str) -> None:
     core = engine(order=order, max_seqs=1)
     for name in "bac":
@@ -71,7 +114,11 @@ def test_a_queue_gives_the_lowest_key_of_those_that_are_left(
     left = []
     for number, (priority, stays) in enumerate(items):
         request = Request(str(number), 1, 1, priority=priority)
-        seq = Sequence(request, order_key(request, "priority", number), no_hashes())
+        seq = Sequence(
+            request,
+            order_key(request, EngineConfig(blocks=1, order="priority"), number),
+            no_hashes(),
+        )
         queue.push(seq)
         if stays:
             left.append(seq)

@@ -15,6 +15,7 @@ from pigou.control.admission.queue_order import QueuedRequest, WorkerLimits
 from pigou.control.admission.worker_capacity import UNLIMITED, fastest_ttft_s
 from pigou.control.cache_monitor import CacheMonitor, CacheStatus
 from pigou.control.latency_model.estimates import Estimates
+from pigou.control.lengths import load as load_lengths
 from pigou.control.messages import (
     Action,
     AdapterReport,
@@ -131,7 +132,9 @@ class ControlPlane:
             self.router.check(controller.config.light.params)
             self.router.check(controller.config.heavy.params)
         self.controller = str(chosen["controller"])
-        self.tracker = RequestTracker(detector, controller)
+        self.tracker = RequestTracker(
+            detector, controller, load_lengths(config.lengths, config.length_model)
+        )
         self.state = self.tracker.state
         self._tunes = not isinstance(controller, Static)
         self._started_with = dict(params_of(self.router.policy))
@@ -169,8 +172,9 @@ class ControlPlane:
         fleet = self.view(request, now)
         uncached = request.prompt - fleet.max_cached(request.prompt)
         waiting = QueuedRequest(
-            request, now, uncached, int(fleet.output), exclude=exclude, returned=returned
-        )
+            request, now, uncached, int(fleet.output), exclude=exclude, returned=returned,
+            length=fleet.output if fleet.lengths is None else fleet.lengths.rank,
+        )  # fmt: skip
         min_ttft_s = fastest_ttft_s(request, fleet) if request.deadline < NEVER else 0.0
         return self._admit(waiting, now, fleet, min_ttft_s)
 
@@ -263,6 +267,14 @@ class ControlPlane:
         """Return a routed request's slot for `on_tokens`, valid until its end; -1 for none."""
         routed = self.state.requests.get(request)
         return -1 if routed is None else routed.slot
+
+    def expected(self, request: str) -> int:
+        """Return a routed request's predicted output tokens; 0 if it is not routed."""
+        routed = self.state.requests.get(request)
+        if routed is None:
+            return 0
+        expected = self.state.slots.expected.item(routed.slot) - routed.request.prompt
+        return int(max(1, expected // routed.request.sequences))
 
     def requests_in(self, slots: NDArray[np.int64]) -> list[str]:
         """Return the ids of the requests in these slots."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pigou.control.adapters import AdapterTable
 from pigou.control.latency_model.estimates import Estimates, MedianWorker
 from pigou.control.latency_model.model import LatencyModel
+from pigou.control.lengths import LengthPredictor
 from pigou.control.messages import Choice
 from pigou.control.peers.bookings import BookedTimes, WorkerBookings, next_mean_s
 from pigou.control.prefix_index import PrefixIndex
@@ -32,7 +33,10 @@ _fleet_view: Any = FleetView
 class RequestTracker:
     """Keeps the fleet's state, the latency model and the history in step."""
 
-    def __init__(self, detector: Detector, controller: Controller) -> None:
+    def __init__(
+        self, detector: Detector, controller: Controller, lengths: LengthPredictor | None = None
+    ) -> None:
+        self.lengths = lengths  # None predicts the mean of all
         self.state = FleetState()
         self.detector = detector
         self.controller = controller
@@ -156,7 +160,10 @@ class RequestTracker:
         generated = routed.generated
         self.booked_s.stream = next_mean_s(self.booked_s.stream, now - routed.routed_at)
         if generated:
-            self.latency_model.outputs.observe(max(1, generated // routed.request.sequences))
+            output = max(1, generated // routed.request.sequences)
+            self.latency_model.outputs.observe(output)
+            if self.lengths is not None:
+                self.lengths.observe(routed.request, output)
             self.poa.ended(_times(routed, now))
             known = self.estimates(now)
             if not isinstance(self.controller, Static):  # it learns nothing
@@ -219,12 +226,14 @@ class RequestTracker:
     def view(self, request: Request, index: PrefixIndex, now: int) -> FleetView:
         """Return the fleet as policies see it for this request."""
         ids = self.state.ids
+        lengths = None if self.lengths is None else self.lengths.predict(request)
+        expected = self.latency_model.outputs.expected(request.max_tokens)
         held = self._held(request, index)  # unpacking an array takes three times as long
         fleet: FleetView = _fleet_view(
             *astuple(self.state.columns), ids, held[RUN], held[ON_DEVICE], held[ON_HOST],
             held[ON_STORAGE], index.recomputed_share(ids), self.estimates(now),
-            self.latency_model.outputs.expected(request.max_tokens), backlog=self.state.backlog,
-            now=now,
+            expected if lengths is None else max(1.0, lengths.mean), backlog=self.state.backlog,
+            now=now, lengths=lengths,
         )  # fmt: skip
         if request.model:
             fleet.adapters = self.adapters.prices(request.model, ids, now)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
+import msgspec
+
 from pigou.config import EngineConfig
 from pigou.engine.admission import finish_load, pin_cached
 from pigou.engine.checks import (
@@ -69,7 +71,8 @@ class EngineCore:
         hashes = no_hashes()
         if self.config.prefix_caching:
             hashes = leading_hashes(request.hashes, request.prompt // self.config.block_size)
-        key = order_key(request, self.config.order, self._number)
+        request = self._expecting(request)
+        key = order_key(request, self.config, self._number)
         self._number += 1
         state.ranked |= request.priority != 0 and self.config.order == "priority"
         seq = state.sequences[request.id] = Sequence(request, key, hashes)
@@ -85,13 +88,23 @@ class EngineCore:
     def would_wait(self, request: Request) -> bool:
         """True if `add` would accept a request and queue it behind another."""
         head = self._state.queue.head()
-        if head is None or order_key(request, self.config.order, self._number) < head.key:
+        if head is None:
+            return False
+        if order_key(self._expecting(request), self.config, self._number) < head.key:
             return False
         try:
             check_request(self._state, request)
         except (ValueError, RequestTooLarge, DuplicateRequest, QueueFull):
             return False
         return not self.config.max_waiting
+
+    def _expecting(self, request: Request) -> Request:
+        """Return a request with its predicted output length, if the order goes by it."""
+        lengths = self._state.lengths
+        if lengths is None or request.expected:
+            return request
+        expected = max(1, round(lengths.predict(request).rank))
+        return msgspec.structs.replace(request, expected=expected)
 
     def abort(self, request: str) -> Effects:
         """End a request or release its pins; blocks under load stay in use until `loaded`."""

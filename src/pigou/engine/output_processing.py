@@ -329,6 +329,8 @@ class OutputProcessor:
         state.free_row(seq, keep)
         state.stop(seq)
         del state.sequences[request.id]
+        if state.lengths is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            state.lengths.observe(request, seq.length - request.prompt)
         return state.finished(seq, reason, held)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from pigou.engine.plan import Rates
 from pigou.engine.schedule_builder import ScheduleBuilder, pairs
-from pigou.engine.sequence import Sequence
+from pigou.engine.sequence import Sequence, order_key
 from pigou.engine.state import EngineState
 from pigou.request import SECOND
 
@@ -68,6 +68,9 @@ def _preempt(state: EngineState, builder: ScheduleBuilder, seq: Sequence) -> Non
     state.free_row(seq)
     state.stop(seq)
     seq.requeue()
+    if state.config.order == "shortest":
+        generated = seq.length - seq.request.prompt
+        seq.key = order_key(seq.request, state.config, seq.key[2], generated)
     state.queue.push(seq)
     state.stats.preemptions += 1
     builder.preempted.append(seq.request.id)

@@ -10,9 +10,9 @@ from heapq import heappop, heappush
 import numpy as np
 
 from pigou.compiled import bare_kernel_over
-from pigou.config import QueueOrder
+from pigou.config import EngineConfig
 from pigou.kv.block_pool import HIGH, LOW
-from pigou.request import BlockHashes, Ints, Request
+from pigou.request import SECOND, BlockHashes, Ints, Request
 
 #: An empty array of block ids.
 NO_BLOCKS: Ints = np.empty(0, dtype=np.int32)
@@ -80,8 +80,18 @@ def _gapless(hashes: BlockHashes, limit: int) -> int:
     return limit
 
 
-def order_key(request: Request, order: QueueOrder, number: int) -> tuple[int, int, int]:
-    """Return a request's sort key: priority or deadline if so ordered, then arrival."""
+def order_key(
+    request: Request, config: EngineConfig, number: int, generated: int = 0
+) -> tuple[int, int, int]:
+    """Return a request's sort key: priority, deadline or tokens to go if so ordered, then arrival.
+
+    Tokens to go are predicted ones, never `max_tokens`; ageing as in
+    `pigou.control.admission.queue_order.ShortestRemaining`.
+    """
+    order = config.order
+    if order == "shortest":
+        left = max(1, request.expected - generated) * SECOND
+        return left + round(config.ageing * request.arrival), request.arrival, number
     if order == "priority":
         return request.priority, request.arrival, number
     if order == "edf":

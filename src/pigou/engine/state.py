@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from pigou.config import EngineConfig, EvictionConfig, check_bounds
+from pigou.control.lengths import Online
 from pigou.engine.adapters import AdapterSlots
 from pigou.engine.block_table import WORK_ROWS, Rows, remove_row
 from pigou.engine.kv_offload import KVOffloadConnector
@@ -111,6 +112,8 @@ class EngineState:
             patience = max(1, config.max_seqs // config.max_loras)
             waiting = self.queue.adapters
             self.adapters = AdapterSlots(config.max_loras, patience, lambda name: waiting[name] > 0)
+        #: Predicts output lengths; None where the order does not go by them.
+        self.lengths = Online() if config.order == "shortest" else None
         self.rates: Rates | None = None
         #: The time of the last plan, in nanoseconds since 1970.
         self.unix_ns = 0

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -222,3 +224,28 @@ def _check(servers: int, utilisation: float) -> None:
         raise ValueError(f"servers is {servers}: give 1 or more")
     if not 0 <= utilisation < 1:
         raise ValueError(f"utilisation is {utilisation}: only from 0 up to, not at, 1 is it stable")
+
+
+# --- classes -----------------------------------------------------------------------------------
+
+
+def cobham_waits(rates: Sequence[float], means: Sequence[float], scv: float = 1.0) -> list[float]:
+    """Return each class's mean wait in M/G/1 without preemption, the first class served first.
+
+    | symbol | meaning |
+    |---|---|
+    | l_i, m_i | arrivals a second and mean service of class i; each service has `scv` |
+    | R | sum l_i m_i^2 (1 + scv) / 2, the mean work left of the request in service |
+    | s_i | l_1 m_1 + ... + l_i m_i |
+
+    W_i = R / ((1 - s_(i-1)) (1 - s_i)) (Cobham 1954). One class is first come, first served.
+    """
+    if not means or len(rates) != len(means) or min(*rates, *means, scv) < 0:
+        raise ValueError(f"rates={rates}, means={means}, scv={scv}: give one of 0 or more a class")
+    loads = list(
+        itertools.accumulate((r * m for r, m in zip(rates, means, strict=True)), initial=0.0)
+    )
+    if loads[-1] >= 1.0:
+        raise ValueError(f"the load is {loads[-1]:g}; give rates and means below 1 in all")
+    left = sum(r * m * m for r, m in zip(rates, means, strict=True)) * (1.0 + scv) / 2.0
+    return [left / ((1.0 - before) * (1.0 - upto)) for before, upto in itertools.pairwise(loads)]

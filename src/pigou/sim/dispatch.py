@@ -227,6 +227,8 @@ class Dispatcher:
             choice = decision.choice
             run.decode_worker, run.prefill_worker = choice.decode, choice.prefill or ""
             attempt.slot = self._plane.slot(attempt.lifecycle.id)
+            if run.spec.max_tokens:
+                attempt.expected = self._plane.expected(attempt.lifecycle.id)
         effects = attempt.lifecycle.take(decision, now)
         if effects and isinstance(decision, Recall):
             run.moves += 1
@@ -271,7 +273,8 @@ class Dispatcher:
 
     def _decode(self, attempt: Attempt, start: StartDecode, now: int) -> None:
         request, source = attempt.request, attempt.source
-        if request is None or attempt.lifecycle.moves or source.tokens:
+        declared = attempt.run.spec.max_tokens  # it ends by itself, before
+        if request is None or attempt.lifecycle.moves or source.tokens or declared:
             rest = attempt.run.spec.output_tokens - attempt.run.output_tokens
             request = attempt.leg_request(rest)
         leg = attempt.leg = Leg(attempt, start.worker, request, start.leg, source)

@@ -125,6 +125,11 @@ class SimulatedGateways:
         slot = -1 if gateway is None else self.planes[gateway].slot(request)
         return slot if slot < 0 else slot * len(self.planes) + (gateway or 0)
 
+    def expected(self, request: str) -> int:
+        """As `ControlPlane.expected`."""
+        gateway = self._gateway.get(request)
+        return 0 if gateway is None else self.planes[gateway].expected(request)
+
     def on_tokens(self, slots: NDArray[np.int64], counts: NDArray[np.int64], now: int) -> None:
         """As `ControlPlane.on_tokens`."""
         owners = slots % len(self.planes)

@@ -92,6 +92,7 @@ class Attempt(msgspec.Struct, eq=False):
     priority: int = 0  # sent to its workers
     request: Request | None = None
     slot: int = -1
+    expected: int = 0  # output tokens that the control plane predicts
 
     def plane_request(self, tokens: int) -> Request:
         """Return the control plane's request, with `tokens` output tokens so far."""
@@ -99,10 +100,11 @@ class Attempt(msgspec.Struct, eq=False):
         return Request(
             self.lifecycle.id,
             spec.prompt_tokens + tokens,
-            spec.output_tokens - tokens,
+            (spec.max_tokens or spec.output_tokens) - tokens,
             self.hashes,
             arrival=self.arrival_ns,
             tenant=spec.tenant,
+            expected=spec.expected,
         )
 
     def leg_request(self, max_tokens: int, *, keep_blocks: bool = False) -> Request:
@@ -118,6 +120,7 @@ class Attempt(msgspec.Struct, eq=False):
             hold=keep_blocks,
             priority=self.priority,
             remote=self.source.tokens,
+            expected=self.expected,
         )
 
 

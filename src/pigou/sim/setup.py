@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds, option
+from pigou.config import ConfigError, QueueOrder, check_bounds, option
 from pigou.kv.tier_config import TierOption
 from pigou.models.parallelism import ParallelOptions
 
@@ -84,6 +84,18 @@ class Setup(ParallelOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             "Fleet",
         ),
     ] = "vllm"
+    order: Annotated[
+        QueueOrder | None,
+        option(
+            "Scheduling order of each worker: fcfs, priority, edf or shortest (fewest predicted "
+            "output tokens).  [default: fcfs with --engine vllm, else priority]",
+            "Fleet",
+        ),
+    ] = None
+    ageing: Annotated[
+        float,
+        option("Tokens by which --order shortest favours each second of waiting.", "Fleet"),
+    ] = 10.0
     tiers: Annotated[
         tuple[TierConfig, ...],
         option(

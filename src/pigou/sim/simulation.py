@@ -14,12 +14,14 @@ import msgspec
 
 from pigou.config import ConfigError, ControlConfig, EngineConfig
 from pigou.control import prefix_index
+from pigou.control.lengths import OracleParams
 from pigou.control.planner.planner import Planner
 from pigou.control.pull_queue.config import pull_queue_config
 from pigou.control.routing.policy import RoutingPolicy
 from pigou.cost.fleet_bill import FleetBill
 from pigou.engine import startup_profiling
 from pigou.kv.tier_config import check_names
+from pigou.registry import read_struct
 from pigou.sim.client import ClientConfig, SimulatedClient
 from pigou.sim.cost import simulated_cost_meter
 from pigou.sim.drafts import read_drafts
@@ -44,7 +46,13 @@ from pigou.sim.virtual_clock import EPOCH, Clock
 from pigou.sim.window_meter import WindowMeter
 from pigou.sim.worker import MAX_STEPS
 from pigou.sim.worker_spec import FleetWorker, WorkerSpec
-from pigou.sim.workload import ClosedLoop, OpenLoop, RequestLengths, renewal
+from pigou.sim.workload import (
+    ClosedLoop,
+    OpenLoop,
+    RequestLengths,
+    renewal,
+    with_declared_limits,
+)
 
 #: Events between progress reports.
 _REPORT_EVENTS = 4096
@@ -61,6 +69,25 @@ _LENGTHS = RequestLengths(input=(600, 600), output=(40, 40), templates=8)
 _PROMPTS = 4
 #: Workers of a group, at most: two cost the same at first, and one is drawn.
 _WORKERS = 2
+
+
+def _predicted(
+    workload: OpenLoop | ClosedLoop, control: ControlConfig, seed: int
+) -> OpenLoop | ClosedLoop:
+    """Return a workload whose limits say nothing of its lengths, if these are predicted."""
+    name = control.lengths.get("predictor")
+    if name == "mean":
+        return workload
+    if isinstance(workload, ClosedLoop):
+        raise ConfigError(
+            f"lengths is {name}, and a closed loop draws its lengths evenly as it goes; give a "
+            "trace or a rate, or leave --lengths out"
+        )
+    tau = None
+    if name == "oracle":
+        params = {key: value for key, value in control.lengths.items() if key != "predictor"}
+        tau = read_struct("length predictor oracle", OracleParams, params).tau
+    return with_declared_limits(workload, tau, seed)
 
 
 def unlimited(**settings: Any) -> ControlConfig:
@@ -90,6 +117,7 @@ class Simulation:
         `policy` and `planner` replace the configured ones; `stepwise` plans one step at a time,
         with equal results; `assess_every` is the seconds between Price of Anarchy windows.
         """
+        workload = _predicted(workload, control, seed)
         self.clock, self.workload = clock or Clock(), workload
         scaling = scaling or ScalingConfig()
         self.objectives = scaling.objectives
@@ -223,7 +251,8 @@ def _worker_specs(
             blocks=blocks,
             max_model_len=min(setup.max_model_len or max_tokens, kv_tokens),
             prefix_caching=group.prefix_caching,
-            order="fcfs" if vllm else "priority",  # as either is by default
+            order=setup.order or ("fcfs" if vllm else "priority"),  # as either is by default
+            ageing=setup.ageing,
             headroom=0 if vllm else 1,
             max_repeat=MAX_STEPS,
             repeat_chunks=True,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from pigou.compiled import kernel
 from pigou.config import ConfigError, check_bounds, check_fields
+from pigou.control.lengths import noisy_lengths
 from pigou.request import SECOND, BlockHashes
 from pigou.sim.arrival_rate import MAX_CV, MAX_SECONDS, MIN_CV, RateSchedule, renewal_times
 
@@ -37,6 +38,8 @@ class RequestSpec:
     block_tokens: float = 1.0
     think_ns: int = 0  # ns after the session's last request
     tenant: str = ""
+    max_tokens: int = 0  # declared limit; 0 declares `output_tokens`
+    expected: int = 0  # predicted output tokens; 0 for none
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +213,24 @@ def merged(loops: Sequence[OpenLoop]) -> OpenLoop:
     known = all(loop.rates for loop in loops)
     rates = tuple(rate for loop in loops for rate in loop.rates) if known else ()
     return OpenLoop(tuple(session for *_, session in sessions), rates=rates)
+
+
+def with_declared_limits(loop: OpenLoop, tau: float | None, seed: int) -> OpenLoop:
+    """Return requests that all declare the longest output, so that none gives its own away.
+
+    With `tau`, each has a prediction of that rank correlation (`noisy_lengths`).
+    """
+    outputs = [spec.output_tokens for session in loop.sessions for spec in session.requests]
+    drawn = iter([0] * len(outputs) if tau is None else noisy_lengths(outputs, tau, seed))
+    max_output = max(outputs)
+    sessions = tuple(
+        replace(session, requests=tuple(
+            replace(spec, max_tokens=spec.max_tokens or max_output, expected=next(drawn))
+            for spec in session.requests
+        ))
+        for session in loop.sessions
+    )  # fmt: skip
+    return replace(loop, sessions=sessions)
 
 
 def _scoped(session: RequestSession, part: int) -> RequestSession:

@@ -132,6 +132,39 @@ class Shortest(QueueOrder):
         return waiting.uncached * SECOND + int(self.params.ageing) * waiting.since
 
 
+class ShortestRemainingParams(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
+):
+    """Parameters of `ShortestRemaining`."""
+
+    # tokens that a request is taken to be shorter by for each second that it waits.
+    ageing: float = 10.0
+    # output tokens that take as long as an uncached prompt token.
+    input_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_bounds("ageing", self.ageing, gt=0, unit=" tokens a second")
+        check_bounds("input_weight", self.input_weight, ge=0)
+
+
+class ShortestRemaining(QueueOrder):
+    """Fewest predicted output tokens first, with ageing (`pigou.control.lengths`).
+
+    Key of a request with p predicted output tokens and u uncached prompt tokens, waiting since s: p
+    + input_weight u + ageing s. One that arrives more than (p + input_weight u - 1) / ageing later
+    does not overtake it. `max_tokens` does not move it.
+    """
+
+    Params: ClassVar[type[msgspec.Struct]] = ShortestRemainingParams
+    holds_back: ClassVar[bool] = True
+
+    def key(self, waiting: QueuedRequest) -> Any:
+        """Return the key, in token nanoseconds per second."""
+        params = self.params
+        tokens = waiting.length + params.input_weight * waiting.uncached
+        return round(tokens * SECOND) + round(params.ageing * waiting.since)
+
+
 class EdfParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `Edf`."""
 
@@ -175,6 +208,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     since: int  # nanoseconds
     uncached: int  # prompt tokens not cached on the best worker
     output: int = 1  # expected output tokens
+    length: float = 1.0  # the same without the declared limit
     weight: float = 1.0
     exclude: frozenset[str] = frozenset()  # failed workers
     # it ran before, and its worker failed; it goes first, and is not shed for space.

@@ -39,10 +39,20 @@ UNLIMITED = 256
 _LOADS = 2.0 ** np.arange(0, 11)
 
 
+#: Standard deviations above the mean that a worker's outputs stay below with probability 0.9.
+_SURE_DEVIATIONS = 1.2816
+
+
+def _variance(request: Request, fleet: FleetView) -> float:
+    """Return the variance of a request's predicted output; its sequences are alike."""
+    return fleet.lengths.variance * request.sequences**2 if fleet.lengths is not None else 0.0
+
+
 class _StreamTokens(msgspec.Struct):
     worker: str
     uncached: int
     output: int
+    variance: float = 0.0  # squared output tokens
 
 
 class WorkerCapacity:
@@ -62,6 +72,7 @@ class WorkerCapacity:
         self._limit = ConcurrencyLimit() if holds_back and not config.max_inflight else None
         self._expected: dict[str, _StreamTokens] = {}
         self._tokens: dict[str, int] = {}
+        self._variances: dict[str, float] = {}  # sum over streams, by worker
         self._total = 0  # sum of `_tokens`; `FleetState` has tokens above them
         self._changed_at: dict[str, int] = {}
 
@@ -74,7 +85,10 @@ class WorkerCapacity:
         """Record that a request was routed to row `row`; `fleet` is the view used."""
         output = int(fleet.output) * request.sequences
         need = request.prompt - fleet.resident_on(row, request.prompt) + output
-        self._expected[request.id] = _StreamTokens(choice.decode, need - output, output)
+        variance = _variance(request, fleet)
+        self._expected[request.id] = _StreamTokens(choice.decode, need - output, output, variance)
+        if variance:
+            self._variances[choice.decode] = self._variances.get(choice.decode, 0.0) + variance
         self._tokens[choice.decode] = self._tokens.get(choice.decode, 0) + need
         self._total += need
         self._changed_at[choice.prefill or choice.decode] = now
@@ -91,6 +105,8 @@ class WorkerCapacity:
         gone = held.uncached + held.output
         self._tokens[held.worker] -= gone
         self._total -= gone
+        if held.variance:
+            self._variances[held.worker] = max(0.0, self._variances[held.worker] - held.variance)
         return gone
 
     def down(self, worker: str) -> None:
@@ -98,6 +114,7 @@ class WorkerCapacity:
         for request in [key for key, held in self._expected.items() if held.worker == worker]:
             del self._expected[request]
         self._total -= self._tokens.pop(worker, 0)
+        self._variances.pop(worker, None)
         self._changed_at.pop(worker, None)
         if self._limit is not None:
             self._limit.forget(worker)
@@ -169,7 +186,9 @@ class WorkerCapacity:
         if not self._max_tokens and not state.sized:
             return all_workers(len(fleet.ids))
         output = int(fleet.output) * request.sequences
+        margin = self._margin(request, fleet)
         total = self._total + state.over_expected_tokens + request.prompt + output
+        total += 0 if margin is None else int(margin.sum())
         if state.peers.streams:
             total += int(state.peers.total[EXPECTED].sum())
         if total <= self._max_tokens * (self._open_share if above else 1.0):
@@ -179,8 +198,22 @@ class WorkerCapacity:
             limits = np.ceil(limits * self._open_share).astype(np.int64)
         empty = state.columns.decode_requests == 0
         needed = self.tokens(state) + request.prompt - fleet.resident(request.prompt) + output
+        if margin is not None:
+            needed = needed + margin
         flags: Flags = (limits == 0) | empty | (needed <= limits)
         return flags
+
+    def _margin(self, request: Request, fleet: FleetView) -> Counts | None:
+        """Return tokens kept for outputs above their mean, (workers,); None if all are certain.
+
+        The sum of a worker's outputs stays below mean plus margin in 90% of cases (Past-Future).
+        """
+        variance = _variance(request, fleet)
+        if not (variance or self._variances):
+            return None
+        held = np.array([self._variances.get(worker, 0.0) for worker in fleet.ids])
+        margin: Counts = np.ceil(_SURE_DEVIATIONS * np.sqrt(held + variance)).astype(np.int64)
+        return margin
 
     def ready(
         self, request: Request, fleet: FleetView, now: int, above: bool = False

@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel
 from pigou.control.latency_model.estimates import Estimates
+from pigou.control.lengths import Prediction
 from pigou.control.state import Columns, PrefillBacklog
 from pigou.request import Counts, Flags, Ints, Shares
 
 _NOTHING: Counts = np.zeros(0, dtype=np.int64)
 #: Fields that are no arrays of workers.
-_SCALARS = ("fetches", "adapters", "backlog", "now")
+_SCALARS = ("fetches", "adapters", "backlog", "now", "lengths")
 
 
 class RemoteFetches(msgspec.Struct, eq=False):
@@ -54,6 +55,7 @@ class FleetView(Columns, eq=False):
     # each worker's prompt under way, and its start; None if unknown.
     backlog: PrefillBacklog | None = None
     now: int = 0  # nanoseconds
+    lengths: Prediction | None = None  # the request's output; None for the mean of all
     _counted: Counts | None = None
     _prompt: int = 0
     _cached: Counts = _NOTHING
