@@ -23,7 +23,6 @@ from pigou.text.tool_calls import (
     open_reasoning,
 )
 
-NAMES = ("f", "get_weather")
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": "}]</tool_call>\\"{"}}\n</tool_call>'
 
 
@@ -51,7 +50,24 @@ CALLS = {
     "hermes": '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
     "llama3_json": '{"name": "f", "parameters": {"a": 1}}',
     "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]',
+    "pythonic": "[f(a=1)]",
+    "qwen3_coder": "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>",
+    "glm45": "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>",
 }
+FUNCTIONS = {
+    "f": {"parameters": {"properties": {
+        "a": {"type": "integer"}, "s": {"type": "string"}, "b": {"anyOf": [{"type": "boolean"},
+        {"type": "null"}]}, "o": {"type": ["object", "array"]}, "x": {"type": "number"}}}},
+    "get_weather": {"parameters": None},
+}  # fmt: skip
+CODER = (
+    "<tool_call>\n<function=f>\n<parameter=s>\n\nif a < 1:\n  b()\n\n</parameter>\n"
+    "<parameter=a>7</parameter><parameter=o>[1, {}]</parameter></function>\n</tool_call>"
+)
+GLM = (
+    "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>12</arg_value>\n<arg_key>b</arg_key>"
+    "<arg_value>True</arg_value><arg_key>x</arg_key><arg_value>1e999</arg_value></tool_call>"
+)
 V3 = ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```'
       '<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```'
       '<｜tool▁call▁end｜><｜tool▁calls▁end｜>')  # fmt: skip
@@ -155,11 +171,32 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("mistral", '[TOOL_CALLS][{"na', "", []),
     ("llama3_json", 'a {"name": "f", "parameters": {"a": "', "a", [("f", '{"a": "')]),
     ("llama3_json", 'a {"name": "f", "par', 'a {"name": "f", "par', []),
+    # Python's notation: a list that ends, at the start, of known functions by keyword.
+    ("pythonic", "[f(a='it\\'s ]', s=[null, -1, (True, {'k': 1.5})]), get_weather()]", "",
+     [("f", {"a": "it's ]", "s": [None, -1, [True, {"k": 1.5}]]}), ("get_weather", {})]),
+    ("pythonic", '<|python_start|>[f(a="é")]<|python_end|>', "", [("f", {"a": "é"})]),
+    *[("pythonic", text, text, []) for text in (
+        "[1, 2, 3]", "See [f(a=1)].", "[g(a=1)]", "[f(1)]", "[f(a=x)]", "[f(**a)]", "[f(a=1), 2]",
+        "[f(a=1", "[f(a=b'x')]", "[f(a=1e999)]", "[f(a='\\ud800')]", "[f(a={**{}})]", "[f", "[")],
+    # Marked parameters: values by the types of the function's schema.
+    ("qwen3_coder", f"So. {CODER}\n{CODER}", "So.",
+     [("f", {"s": "\nif a < 1:\n  b()\n", "a": 7, "o": [1, {}]})] * 2),
+    ("qwen3_coder", "<function=f><parameter=a>x<parameter=b>null</function>", "",
+     [("f", {"a": "x", "b": None})]),
+    ("qwen3_coder", "<tool_call><function=get_weather></function>", "", [("get_weather", {})]),
+    ("qwen3_coder", "use <function=g>", "use <function=g>", []),
+    ("qwen3_coder", "<tool_call><function=get_w", "", []),
+    ("qwen3_coder", f"{CODER[:80]}", "", [("f", '{"s": "\\nif a < 1:\\n  b()\\n"')]),
+    ("glm45", f"So.\n{GLM}", "So.", [("f", {"s": "12", "b": True, "x": "1e999"})]),
+    ("glm45", f"<tool_call>get_weather</tool_call>{GLM}", "",
+     [("get_weather", {}), ("f", {"s": "12", "b": True, "x": "1e999"})]),
+    ("glm45", "<tool_call>no call</tool_call>", "<tool_call>no call</tool_call>", []),
+    ("glm45", "<tool_call>Sorry", "<tool_call>Sorry", []),
     # Reasoning.
     *[(name, f"<think>Maybe {call} or so</think>\n\n{call}", f"<think>Maybe {call} or so</think>",
        [("f", {"a": 1})]) for name, call in CALLS.items()],
     *[(name, f"[THINK]{call}[/THINK]So {call}", f"[THINK]{call}[/THINK]So",
-       [("f", {"a": 1})]) for name, call in CALLS.items()],
+       [("f", {"a": 1})]) for name, call in CALLS.items() if name != "pythonic"],
     *[(name, f"<think>{call} and {call}", f"<think>{call} and {call}", [])
       for name, call in CALLS.items()],
     *[(name, f"{call}<think>{call}</think>{call}", f"<think>{call}</think>",
@@ -182,7 +219,7 @@ def parser(name: str) -> ToolParser:
         return NamedParser("f")
     format, _, within = name.partition(" ")
     format_name = next(each for each in PARSERS if each == format)
-    return make_parser(format_name, NAMES, "<think>" if within else "")
+    return make_parser(format_name, FUNCTIONS, "<think>" if within else "")
 
 
 def parsed(arguments: str) -> Any:
@@ -211,7 +248,9 @@ def test_calls_and_content_are_told_apart_however_the_text_is_cut(
             ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"name": ', '"f"',
              ', "arguments": ', "{}", "}", "]", "[", '"', "\\", ",", " ", "\n", "x", "é", ";", "f",
              "<think>", "</think>", "[THINK]", "[/THINK]", "```", "```json\n", "`", "[ARGS]", "f{",
-             '{"name": "f", "arguments": {', "So be it. ", "{", '"parameters": ', "function"]
+             '{"name": "f", "arguments": {', "So be it. ", "{", '"parameters": ', "function",
+             "[f(", "a=1", ")", "'", "<function=", "f>", "<parameter=a>", "</parameter>",
+             "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
         ),
         max_size=25,
     ),
@@ -257,6 +296,9 @@ def test_a_reply_may_begin_within_reasoning(prompt: str, final: str | None, open
 
 def test_every_known_template_is_detected() -> None:
     assert detect_parser("<tools>...<tool_call>") == "hermes"
+    assert detect_parser("<tool_call><function=") == "qwen3_coder"
+    assert detect_parser("<tool_call><arg_key>") == "glm45"
+    assert detect_parser("[func_name1(params_name1=") == "pythonic"
     assert detect_parser("{{ '[TOOL_CALLS]' }}") == "mistral"
     assert detect_parser('<|start_header_id|>{"name": f, "parameters": d}') == "llama3_json"
     assert detect_parser("<|im_start|>") is None

@@ -6,8 +6,9 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
+from pigou.text.call_values import json_of, loaded, python_calls, schema_types
 from pigou.text.stop_strings import begun
 
 #: Key of the arguments, after the name.
@@ -21,7 +22,10 @@ _KEYS = {"name", "arguments", "parameters", "type", "id", "function"}
 #: Characters searched for a name before the object is complete.
 _HEAD_LENGTH = 4096
 _SCALAR_ENDS = ",]} \t\r\n"
-ParserName = Literal["hermes", "llama3_json", "mistral", "deepseek_v3", "kimi_k2"]
+_LONGEST_NAME = 200
+ParserName = Literal[
+    "hermes", "llama3_json", "mistral", "deepseek_v3", "kimi_k2", "pythonic", "qwen3_coder", "glm45"
+]  # fmt: skip
 PARSERS: tuple[ParserName, ...] = get_args(ParserName)
 #: Begin and end of reasoning, which has no calls.
 REASONING: Mapping[str, str] = {"<think>": "</think>", "[THINK]": "[/THINK]"}
@@ -60,13 +64,14 @@ Event: TypeAlias = str | Thought | CallStart | CallArguments
 class JsonEnd:
     """Finds the end of one JSON value in streamed text."""
 
-    __slots__ = ("_begun", "_depth", "_escaped", "_quoted", "done")
+    __slots__ = ("_begun", "_depth", "_escaped", "_quoted", "_quotes", "done")
 
-    def __init__(self, depth: int = 0) -> None:
+    def __init__(self, depth: int = 0, quotes: str = '"') -> None:
         """Begin before a value, or `depth` brackets within one."""
+        self._quotes = quotes
         self._depth = depth
         self._begun = depth > 0
-        self._quoted = self._escaped = False
+        self._quoted, self._escaped = "", False
         self.done = False
 
     def feed(self, text: str) -> int:
@@ -77,12 +82,12 @@ class JsonEnd:
                     self._escaped = False
                 elif char == "\\":
                     self._escaped = True
-                elif char == '"':
-                    self._quoted = False
+                elif char == self._quoted:
+                    self._quoted = ""
                     if not self._depth:
                         return self._end(at + 1)
-            elif char == '"':
-                self._quoted = self._begun = True
+            elif char in self._quotes:
+                self._quoted, self._begun = char, True
             elif char in "{[":
                 self._depth += 1
                 self._begun = True
@@ -146,7 +151,7 @@ class CallReader:
                 return rest, []
         match = _HEAD.match(self.text) if len(self.text) <= _HEAD_LENGTH else None
         if match is not None:
-            name = _loaded(match[1])
+            name = loaded(match[1])
             if isinstance(name, str) and (self._names is None or name in self._names):
                 self.begun = True
                 self._arguments = JsonEnd()
@@ -159,7 +164,7 @@ class CallReader:
         return rest, self._entire()
 
     def _entire(self) -> list[Event]:
-        call = _loaded(self.text)
+        call = loaded(self.text)
         call = call if isinstance(call, dict) else {}
         call = call["function"] if isinstance(call.get("function"), dict) else call
         name = call.get("name", call.get("function"))
@@ -173,14 +178,6 @@ class CallReader:
             given = json.dumps({} if given is None else given, ensure_ascii=False)
         self.begun = self.done = True
         return [CallStart(self._index, name), CallArguments(self._index, given or "{}")]
-
-
-def _loaded(text: str) -> object:
-    try:
-        value: object = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value
 
 
 def cut(text: str, marks: Collection[str]) -> tuple[str, str, str]:
@@ -235,10 +232,12 @@ class MarkedParser(ToolParser):
     SECTION: ClassVar[tuple[str, ...]] = ()  # marks around all calls, which are not content
     HEAD_MARKS: ClassVar[tuple[str, ...]] = ()  # marks between a call's name and its arguments
     BARE: ClassVar[bool] = False  # calls need no marker
+    SHOWN: ClassVar[str] = ""  # marker, if content where no call follows
 
     def __init__(self, names: Collection[str] = (), reasoning: str = "") -> None:
         super().__init__()
         self._names = frozenset(names)
+        self._functions: Mapping[str, Any] = names if isinstance(names, Mapping) else {}
         self._bare = self.BARE
         self._fenced = False
         self._held = self._skipped = ""
@@ -270,7 +269,7 @@ class MarkedParser(ToolParser):
             marks += ["{", self.CLOSE] if self.CLOSE else ["{"]
         mark, events = self._until(marks)
         if mark == self.OPEN:
-            self._skipped, self._state = "", self._open
+            self._skipped, self._state = self.SHOWN, self._open
         elif mark == "{":
             self._rest = "{" + self._rest
             self._begin(marked=False)
@@ -457,6 +456,106 @@ class KimiParser(DeepSeekParser):
     )
 
 
+class PythonicParser(MarkedParser):
+    """`[f(a=1, b='x'), g()]`: calls in Python's notation at the start of a reply (Llama 3.2, 4)."""
+
+    SECTION = ("<|python_start|>", "<|python_end|>")
+    OPEN = SHOWN = "["
+    HEAD = re.compile(r"\s{0,8}(?:([A-Za-z_][\w.]{0,127})(\(.*)?)?", re.DOTALL)
+    _prose, _used = False, 0  # content came before; characters of a list that were read
+
+    def _is_prose(self, rest: str) -> bool:  # noqa: ARG002
+        return True
+
+    def _reasoning(self) -> list[Event]:
+        events = super()._reasoning()
+        self._prose = self._state != self._content
+        return events
+
+    def _say(self, text: str) -> list[Event]:
+        self._prose = self._prose or bool(text.strip())
+        return super()._say(text)
+
+    def _content(self) -> list[Event]:
+        events = super()._content()
+        self._end, self._used = JsonEnd(1, "\"'"), 0
+        return events
+
+    def _open(self) -> list[Event]:
+        head = self.HEAD.fullmatch(self._rest)
+        if self._prose or head is None or (head[2] and head[1] not in self._names):
+            self._state = self._content
+            return self._say(self.OPEN)
+        self._used += self._end.feed(self._rest[self._used :])
+        if not self._end.done:
+            return []
+        text, self._rest = self.OPEN + self._rest[: self._used], self._rest[self._used :]
+        self._state = self._content
+        events: list[Event] = []
+        for name, arguments in (calls := python_calls(text, self._names)):
+            self._note_call()
+            events += [CallStart(self.calls - 1, name), CallArguments(self.calls - 1, arguments)]
+        return events if calls else self._say(text)
+
+
+class QwenParser(MarkedParser):
+    """`<tool_call><function=f><parameter=a>1</parameter></function></tool_call>` (Qwen3-Coder)."""
+
+    SECTION: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
+    OPEN = SHOWN = "<function="
+    CLOSE = "</function>"
+    NAME_END: ClassVar[tuple[str, ...]] = (">",)
+    PARAMETER_END: ClassVar[str] = "</parameter>"
+    PARAMETER = re.compile(r"<parameter=([^<>]*)>\n?(.*?)\n?(?=<parameter=|\Z)", re.DOTALL)
+
+    def _is_prose(self, rest: str) -> bool:
+        return not any(name.startswith(rest.strip()) for name in self._names)
+
+    def _open(self) -> list[Event]:
+        said, mark, rest = cut(self._rest, self.NAME_END)
+        if not mark and len(said) <= _LONGEST_NAME:
+            return []
+        name = said.strip()
+        if len(said) > _LONGEST_NAME or name not in self._names:
+            self._state = self._content
+            return self._say(self.OPEN)
+        self._rest = rest if mark == ">" else mark + rest
+        given = ((self._functions.get(name) or {}).get("parameters") or {}).get("properties")
+        self._properties: Mapping[str, Any] = given if isinstance(given, dict) else {}
+        self._parts, self._separator, self._state = list[str](), "{", self._parameters
+        self._note_call()
+        return [CallStart(self.calls - 1, name)]
+
+    def _parameters(self) -> list[Event]:
+        text, mark, rest = cut(self._rest, (self.PARAMETER_END, self.CLOSE))
+        self._rest = rest if mark else self._rest[len(text) :]
+        self._parts.append(text)
+        if not mark:
+            return []
+        said = ""
+        for key, value in self.PARAMETER.findall("".join(self._parts)):
+            typed = json_of(value, schema_types(self._properties.get(key.strip())))
+            said += f"{self._separator}{json.dumps(key.strip(), ensure_ascii=False)}: {typed}"
+            self._separator = ", "
+        self._parts = []
+        if mark == self.CLOSE:
+            said += "{}" if self._separator == "{" else "}"
+            self._state = self._content
+        return [CallArguments(self.calls - 1, said)] if said else []
+
+
+class GlmParser(QwenParser):
+    """`<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>` (GLM 4.5 to 4.7)."""
+
+    SECTION = ()
+    OPEN = SHOWN = "<tool_call>"
+    CLOSE = "</tool_call>"
+    NAME_END = ("<arg_key>", "</tool_call>")
+    PARAMETER_END = "</arg_value>"
+    PARAMETER = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*)", re.DOTALL)
+    HEAD_MARKS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+
+
 class RequiredParser(MistralParser):
     """A list of calls and nothing else, as a grammar makes it."""
 
@@ -487,7 +586,8 @@ class NamedParser(ToolParser):
 
 _KINDS: Mapping[ParserName, type[MarkedParser]] = {
     "hermes": HermesParser, "llama3_json": LlamaParser, "mistral": MistralParser,
-    "deepseek_v3": DeepSeekParser, "kimi_k2": KimiParser,
+    "deepseek_v3": DeepSeekParser, "kimi_k2": KimiParser, "pythonic": PythonicParser,
+    "qwen3_coder": QwenParser, "glm45": GlmParser,
 }  # fmt: skip
 #: Markup tokens of a format, shown to its parser.
 MARKUP: Mapping[ParserName, tuple[str, ...]] = {
@@ -505,8 +605,12 @@ def detect_parser(template: str | None) -> ParserName | None:
         return "deepseek_v3"
     if "<|tool_call_begin|>" in text:
         return "kimi_k2"
-    if "<tool_call>" in text and "<function=" not in text:
-        return "hermes"
+    if "<tool_call>" in text:
+        return (
+            "qwen3_coder" if "<function=" in text else "glm45" if "<arg_key>" in text else "hermes"
+        )
+    if "func_name1(" in text:
+        return "pythonic"
     llama = "<|python_tag|>" in text or "<|start_header_id|>" in text
     return "llama3_json" if llama and "parameters" in text else None
 

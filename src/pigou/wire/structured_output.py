@@ -6,7 +6,7 @@ Keywords of JSON schemas that allow everything are dropped.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -303,7 +303,7 @@ class ToolUse:
     """How a request uses tools."""
 
     mode: Literal["auto", "required", "named"]  # optional, any function, or one function
-    functions: tuple[str, ...]
+    functions: Mapping[str, Any]  # by name
     named: str = ""  # required function in mode "named"
     grammar: Grammar | None = None
 
@@ -314,18 +314,19 @@ def tool_use(request: ChatRequest) -> ToolUse | None:
         return None
     functions = _functions(request.tools or [])
     mode, named = _mode(request.tool_choice, functions, bool(request.tools))
-    names = tuple(functions)
     if mode in ("auto", "none"):
-        return ToolUse("auto", names) if mode == "auto" else None
+        return ToolUse("auto", functions) if mode == "auto" else None
     if request.response_format is not None and request.response_format.type != "text":
         raise _conflict("response_format")
     if request.structured_outputs is not None:
         raise _conflict("structured_outputs")
     if mode == "named":
         grammar = schema_grammar(_parameters(functions[named], ""), "tools")
-        return ToolUse("named", names, named, grammar)
+        return ToolUse("named", functions, named, grammar)
     max_calls = 1 if request.parallel_tool_calls is False else MAX_CALLS
-    return ToolUse("required", names, grammar=schema_grammar(_calls(functions, max_calls), "tools"))
+    return ToolUse(
+        "required", functions, grammar=schema_grammar(_calls(functions, max_calls), "tools")
+    )
 
 
 def _functions(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

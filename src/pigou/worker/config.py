@@ -281,7 +281,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         ToolCallParser,
         option(
             "Format of the model's own tool calls: hermes, llama3_json, mistral, deepseek_v3, "
-            "kimi_k2, none, or auto (by its chat template)."
+            "kimi_k2, pythonic, qwen3_coder, glm45, none, or auto (by its chat template)."
         ),
     ] = "auto"
     reasoning_parser: Annotated[
