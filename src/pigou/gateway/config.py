@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 
 from pigou.config import ConfigError, check_fields, option
+from pigou.gateway.caches.layers import read_caches
 from pigou.tracing.config import TracingConfig
 from pigou.wire.names import is_loopback
 from pigou.wire.openai_requests import MODES
@@ -142,6 +143,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         option("Bytes of responses kept for each tenant (previous_response_id); 0 for none."),
     ] = 64 * 1024 * 1024
     response_ttl: Annotated[float, option("Seconds for which a response is kept.")] = 3600.0
+    caches: Annotated[
+        tuple[str, ...],
+        option(
+            "Cache above the engine, LAYER=SIZE[,ttl=SECONDS][,quota=SHARE][,policy=NAME], of "
+            "answer, semantic, tool, retrieval, embedding, context. Repeatable.",
+            "Gateway",
+            name="cache",
+        ),
+    ] = ()
     # judge the fields of request bodies here; off in front of stock workers, which know fields that
     # Pigou does not.
     strict: bool = True
@@ -183,6 +193,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError(
                 f"unknown_fields is {self.unknown_fields!r}; it must be {' or '.join(MODES)}"
             )
+        read_caches(self.caches)
         self._check_connections()
         if self.journal is not None and (packing := Path(self.journal).suffix) in _PACKED:
             raise ConfigError(

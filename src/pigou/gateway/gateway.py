@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pigou.gateway.auth.keys import KeyLoads, Keys, current_key
+from pigou.gateway.caches.layers import Caches
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.fleet_status import FleetChanges, RegistryStatus
 from pigou.gateway.metrics import Metrics
@@ -38,9 +39,13 @@ class Gateway:
     plan_status: PlanStatus | None = None  # the planner's decisions; None without a planner
     registry: Callable[[], RegistryStatus] | None = None  # reads its state; None without one
     tracer: Tracer | None = None  # None if requests are not traced
+    caches: Caches = field(init=False)  # above the engine
     key_loads: KeyLoads = field(default_factory=KeyLoads, init=False)
     server_routes: ServerRoutes = field(default_factory=ServerRoutes, init=False)
     _threads: FairThreadPool = field(default_factory=FairThreadPool, init=False)
+
+    def __post_init__(self) -> None:
+        self.caches = Caches(self.config.caches)
 
     @property
     def plane_driver(self) -> PlaneDriver:

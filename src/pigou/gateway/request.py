@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from pigou.control.messages import Choice
 from pigou.gateway.auth.keys import NO_QUOTA, RequestQuota
+from pigou.gateway.caches.layers import AnswerLookup
 from pigou.gateway.proxy.reply_parsing import ABSENT
 from pigou.objectives import Objectives, Slo
 from pigou.request import NEVER, SECOND, BlockKeys, Request
@@ -185,8 +186,9 @@ class GatewayRun:
     held_tokens: int = 0
     quota: RequestQuota = field(default=NO_QUOTA, repr=False)  # share of the key's limits
     on_route: Callable[[Choice], None] | None = field(default=None, repr=False)
-    overflow: str = ""  # the model that was asked for, where another one serves it
-    advice: str = ""  # on the beginning of its prompt, where its client asked for some
+    overflow: str = ""  # the model that was lookup for, where another one serves it
+    lookup: AnswerLookup | None = field(default=None, repr=False)  # None if not to be cached
+    advice: str = ""  # on the beginning of its prompt, where its client lookup for some
     trace: RequestTrace | None = field(default=None, repr=False)
     # the client's, passed on to workers where tracing is off.
     trace_headers: Mapping[str, str] = field(default_factory=dict, repr=False)

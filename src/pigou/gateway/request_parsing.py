@@ -62,6 +62,11 @@ class ServerScope:
         own_tenure = replace(tenure, cache_salt=fields.cache_salt or "")
         if own_tenure == Tenure() and not self.release:
             return own_tenure
+        return self.whole(own_tenure, fields, body, chat=chat)
+
+    def whole(self, tenure: Tenure, fields: BodyFields, body: Body, *, chat: bool) -> Tenure:
+        """Return the tenure with model, release, template and tools, as caches of answers need."""
+        own_tenure = replace(tenure, cache_salt=fields.cache_salt or "")
         template, named = "", fields.model
         if chat:
             own = fields.chat_template

@@ -28,6 +28,8 @@ class Purpose(StrEnum):
     RETRIEVAL = "retrieval-result"
     TOOL = "tool-result"
     ANSWER = "answer"
+    EMBEDDING = "embedding"
+    CONTEXT = "compiled-context"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,9 @@ from pigou.gateway.api.page import JSON, APIPage, APIPages
 from pigou.gateway.auth.guard import count_for
 from pigou.gateway.auth.keys import current_key
 from pigou.gateway.auth.tenure import read_tenure_headers
+from pigou.gateway.caches import answers
+from pigou.gateway.caches.answers import AnswerCache
+from pigou.gateway.caches.layers import CACHE_HEADER, CacheControl, CacheLayer
 from pigou.gateway.gateway import Gateway
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.model_routing import GatewayModel
@@ -67,6 +70,7 @@ class GenerationAPI:
         self.fleets = OtherFleets()
         self._unknown = UnknownFields(gateway.config.unknown_fields, _log.warning)
         self._advisor = PrefixAdvisor()
+        self._answers = AnswerCache(gateway.caches)
 
     async def generate(
         self, request: web.Request, translate: Callable[[bytes], ChatTranslation] | None = None
@@ -99,15 +103,57 @@ class GenerationAPI:
             if ADVICE_HEADER in request.headers:
                 run.advice = self._advice(run)
             count_for(model.metrics)
-            if model.overflow is None or OVERFLOW_HEADER in request.headers:
-                response = await self.serve(request, run, model)
-            else:
-                serve = partial(self.serve, request, run, model)
-                served = await unless_full(run, model.overflow.price_s, serve)
-                response = served or await self._overflow(request, run, model, sent, parse, traced)
+            response = await self._from_cache(request, run, model, tenure)
+            if response is None:
+                with self._answers.single_flight(run.lookup):
+                    if model.overflow is None or OVERFLOW_HEADER in request.headers:
+                        response = await self.serve(request, run, model)
+                    else:
+                        serve = partial(self.serve, request, run, model)
+                        response = await unless_full(run, model.overflow.price_s, serve)
+                        response = response or await self._overflow(
+                            request, run, model, sent, parse, traced
+                        )
             if traced is not None:
                 traced.status = response.status
             return response
+
+    async def _from_cache(
+        self, request: web.Request, run: GatewayRun, model: GatewayModel, tenure: Tenure
+    ) -> web.StreamResponse | None:
+        """Answer from the cache of answers, or wait for an equal request; None on a miss."""
+        gateway, parsed = self._gateway, run.parsed
+        if CacheLayer.ANSWER not in gateway.caches.layers:
+            return None
+        control = CacheControl.read(request.headers)
+        scope = model.scope(gateway.config.release)
+        whole = scope.whole(tenure, parsed.fields, parsed.body, chat=parsed.chat)
+        run.lookup = self._answers.ask(run, whole, control)
+        while run.lookup is not None:
+            cached = self._answers.find(run.lookup)
+            if cached is not None:
+                return await self._replay(request, run, model, cached)
+            if await self._answers.lead(run.lookup):
+                break
+        if control.only:
+            raise APIError(504, "No cached answer, and Cache-Control is only-if-cached.")
+        return None
+
+    async def _replay(
+        self, request: web.Request, run: GatewayRun, model: GatewayModel, reply: bytes
+    ) -> web.StreamResponse:
+        """Answer with a cached reply, whole or as a stream."""
+        headers = partial(_decision_headers, run)
+        with counted(run, model):
+            timeout_s = self._gateway.config.client_timeout
+            writer = SSEWriter(request, headers, timeout_s, translation=run.translation)
+            if run.parsed.stream:
+                await writer.write(answers.chunks(reply, run))
+                return await writer.close()
+            body = answers.whole(reply, run)
+            if run.translation is not None:
+                body = run.translation.whole(body)
+            return await writer.send(web.Response(body=body, content_type=JSON))
 
     def _parse(
         self, request: web.Request, data: bytes, tenure: Tenure, overrides: dict[str, float],
@@ -176,6 +222,7 @@ class GenerationAPI:
                 writer = SSEWriter(
                     request, partial(_decision_headers, run), gateway.config.client_timeout,
                     on_blocked=model.metrics.stages.client_blocked, translation=run.translation,
+                    record=None if run.lookup is None else run.lookup.record,
                 )  # fmt: skip
                 metrics = model.metrics
                 with _delivering(run, writer, metrics):
@@ -185,6 +232,8 @@ class GenerationAPI:
                         else:
                             reply = await ReplyDriver(driver, metrics, Relay(run)).drive()
                         _observe_duration(run, metrics)
+                        if run.lookup is not None:
+                            self._answers.store(run.lookup, run, reply)
                         if run.translation is not None:
                             reply = await gateway.off_loop(
                                 reply, partial(run.translation.whole, reply)
@@ -196,6 +245,8 @@ class GenerationAPI:
                         else:
                             await StreamDriver(driver, metrics, Relay(run), writer).drive()
                         _observe_duration(run, metrics)
+                        if run.lookup is not None:
+                            self._answers.store(run.lookup, run)
                     return await writer.close()
 
     @asynccontextmanager
@@ -289,6 +340,8 @@ def _observe_duration(run: GatewayRun, metrics: Metrics) -> None:
 def _decision_headers(run: GatewayRun) -> dict[str, str]:
     """Return headers with the serving workers and the decision's URL."""
     headers, choice = {}, run.choice
+    if run.lookup is not None:
+        headers[CACHE_HEADER] = run.lookup.status
     if run.parsed.unknown:
         headers[UNKNOWN] = header_value(run.parsed.unknown)
     if choice is None:

@@ -33,7 +33,7 @@ _RETRY_COUNT = "x-stainless-retry-count"
 _model_metrics: ContextVar[Metrics | None] = ContextVar("model_metrics", default=None)
 _EXPOSED = (
     "x-request-id, x-pigou-decision, x-pigou-worker, x-pigou-prefill-worker, retry-after, "
-    "x-pigou-unknown-fields, x-pigou-prefix-advice"
+    "x-pigou-unknown-fields, x-pigou-prefix-advice, x-pigou-cache"
 )
 _CORS_METHODS = "GET, POST, OPTIONS"
 _CORS_HEADERS = "authorization, content-type, x-request-id"

@@ -39,12 +39,14 @@ class SSEWriter:
         client_timeout_s: float = 0.0,
         on_blocked: Callable[[int], None] | None = None,
         translation: ChatTranslation | None = None,
+        record: Callable[[bytes], None] | None = None,
     ) -> None:
         """Answer a request; `on_blocked` gets the nanoseconds of each pause of the client.
 
-        `translation` renders frames of the chat that another API's request became.
+        `translation` renders frames of the chat that another API's request became; `record`
+        takes the frames before it.
         """
-        self._translation = translation
+        self._translation, self._record = translation, record
         # nanoseconds in which bytes waited for the client, as looks at the connection's buffer
         # tell. What the client's kernel took and it did not read is not seen
         self.blocked_ns = 0
@@ -63,6 +65,8 @@ class SSEWriter:
 
     async def write(self, data: bytes) -> None:
         """Send whole SSE frames, at the client's pace; raise `ConnectionResetError`."""
+        if self._record is not None:
+            self._record(data)
         if self._translation is not None:
             data = self._translation.feed(data)
         response = self._response
@@ -87,6 +91,8 @@ class SSEWriter:
         transport = self._transport
         if transport is None or transport.is_closing():
             return False
+        if self._record is not None:
+            self._record(data)
         if self._translation is not None and not (data := self._translation.feed(data)):
             return True
         if self._blocked_from_ns and not transport.get_write_buffer_size():

@@ -1,0 +1,1 @@
+"""Caches above the engine, within tenure: answers, tools, retrieval, embeddings and contexts."""

@@ -1,0 +1,206 @@
+"""The layers of caches above the engine: options, memory, and what they share."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from math import inf
+from typing import Any
+
+import msgspec
+
+from pigou.config import ConfigError, check_bounds
+from pigou.kv.manifest import Bound, Manifest, ManifestEntry
+from pigou.kv.tenure import Purpose, Tenure
+from pigou.kv.tenured_cache import TenuredCache
+from pigou.kv.tier_config import parse_size
+from pigou.registry import read_struct
+from pigou.request import SECOND
+from pigou.wire.errors import bad_request
+
+
+class CacheLayer(StrEnum):
+    """A cache above the engine."""
+
+    ANSWER = "answer"
+    SEMANTIC = "semantic"
+    TOOL = "tool"
+    RETRIEVAL = "retrieval"
+    EMBEDDING = "embedding"
+    CONTEXT = "context"
+
+
+PURPOSES = {
+    CacheLayer.ANSWER: Purpose.ANSWER, CacheLayer.SEMANTIC: Purpose.SEMANTIC,
+    CacheLayer.TOOL: Purpose.TOOL, CacheLayer.RETRIEVAL: Purpose.RETRIEVAL,
+    CacheLayer.EMBEDDING: Purpose.EMBEDDING, CacheLayer.CONTEXT: Purpose.CONTEXT,
+}  # fmt: skip
+#: Header of requests (`sampled`, `semantic`) and of replies (`hit`, `miss`, `bypass`).
+CACHE_HEADER = "x-pigou-cache"
+SAMPLED, SEMANTIC = "sampled", "semantic"
+_SECONDS = re.compile(r"[0-9]{1,9}", re.ASCII)
+_MAX_STREAM_BYTES = 2**21
+#: Stands for all tenants in `tenants`.
+EVERYBODY = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheControl:
+    """What a request says of caches: `Cache-Control` (RFC 9111) and `X-Pigou-Cache`."""
+
+    reads: bool = True  # False for no-cache
+    stores: bool = True  # False for no-store
+    max_age_s: float | None = None
+    only: bool = False  # only-if-cached: 504 on a miss
+    wants: frozenset[str] = frozenset()
+
+    @classmethod
+    def read(cls, headers: Mapping[str, str]) -> CacheControl:
+        """Parse a request's headers; raises APIError 400 for what `X-Pigou-Cache` does not know."""
+        said: dict[str, str] = {}
+        for item in headers.get("cache-control", "").split(","):
+            name, _, value = item.strip().partition("=")
+            said[name.lower()] = value.strip('"')
+        wants = {item.strip().lower() for item in headers.get(CACHE_HEADER, "").split(",")} - {""}
+        if unknown := sorted(wants - {SAMPLED, SEMANTIC}):
+            raise bad_request(
+                f"{CACHE_HEADER} has {unknown[0][:40]!r}; it may have {SAMPLED} and {SEMANTIC}. "
+                "Send Cache-Control: no-cache or no-store against a cache.", CACHE_HEADER,
+            )  # fmt: skip
+        age = said.get("max-age")
+        return cls(
+            reads=not {"no-cache", "no-store"} & said.keys() and age != "0",
+            stores="no-store" not in said,
+            max_age_s=float(age) if age is not None and _SECONDS.fullmatch(age) else None,
+            only="only-if-cached" in said,
+            wants=frozenset(wants),
+        )
+
+
+@dataclass(slots=True)
+class AnswerLookup:
+    """A request's place in the answer cache; `None` in its run keeps a reply from being stored."""
+
+    bound: Bound
+    content: bytes
+    control: CacheControl
+    began: float  # seconds of the monotonic clock
+    status: str = "miss"  # as the reply's header says
+    frames: list[bytes] = field(default_factory=list)  # recorded from the stream
+    room: int = _MAX_STREAM_BYTES  # for further frames; a longer stream is not stored
+
+    def record(self, data: bytes) -> None:
+        """Keep frames of the stream that answers it."""
+        self.room -= len(data)
+        if self.room >= 0:
+            self.frames.append(data)
+
+
+class CacheOption(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A layer as `--cache LAYER=SIZE[,key=value]...` gives it."""
+
+    layer: CacheLayer
+    size: int  # bytes
+    ttl: float = 3600.0  # seconds that an artifact lasts at most
+    quota: float = 0.5  # share of the bytes that one tenant holds at most
+    policy: str = "price"  # eviction policy, as registered under `pigou.eviction`
+    tenants: str = ""  # semantic: tenants answered without asking for it, with + between them; or *
+    threshold: float = 0.92  # semantic: least cosine similarity of two prompts
+    embedding: str = ""  # semantic: model at /v1/embeddings; empty for hashed n-grams
+
+    def check(self) -> None:
+        """Raise ConfigError for a value out of bounds."""
+        check_bounds(f"cache {self.layer}: size", self.size, ge=1)
+        check_bounds(f"cache {self.layer}: ttl", self.ttl, gt=0)
+        for name, value in (("quota", self.quota), ("threshold", self.threshold)):
+            if not 0 < value <= 1:
+                raise ConfigError(f"cache {self.layer}: {name} is {value:g}; it must be in (0, 1]")
+        given = (self.tenants, self.embedding, self.threshold) != ("", "", 0.92)
+        if self.layer is not CacheLayer.SEMANTIC and given:
+            raise ConfigError(
+                f"cache {self.layer}: tenants, threshold and embedding belong to semantic"
+            )
+
+
+def read_caches(texts: Iterable[str]) -> dict[CacheLayer, CacheOption]:
+    """Read `LAYER=SIZE[,key=value]...` of each layer; raises ConfigError."""
+    options: dict[CacheLayer, CacheOption] = {}
+    for text in texts:
+        head, *rest = text.split(",")
+        layer, _, size = head.partition("=")
+        if layer not in list(CacheLayer) or not size:
+            raise ConfigError(
+                f"cache is {text!r}; write LAYER=SIZE[,key=value]..., as answer=64MiB,ttl=600; "
+                f"layers are {', '.join(CacheLayer)}"
+            )
+        values: dict[str, Any] = {"layer": layer, "size": parse_size(size)}
+        for item in rest:
+            key, _, value = item.partition("=")
+            if key in values:
+                raise ConfigError(f"cache {text!r}: {key} is given twice; give it once")
+            values[key] = value
+        option = read_struct(f"cache {text!r}", CacheOption, values)
+        option.check()
+        if option.layer in options:
+            raise ConfigError(f"cache {layer} is given twice; give it once")
+        options[option.layer] = option
+    return options
+
+
+class Caches:
+    """All layers of a gateway, and the manifest that voids what they hold."""
+
+    def __init__(self, texts: Sequence[str] = ()) -> None:
+        self.options = read_caches(texts)
+        self.manifest = Manifest()
+        self.layers: dict[CacheLayer, TenuredCache[Any]] = {
+            layer: TenuredCache(option.size, self.manifest, option.quota, option.policy)
+            for layer, option in self.options.items()
+        }
+        self.changed: list[ManifestEntry] = []  # entries for other gateways
+        #: False while a change on another gateway could be missed: then nothing is found.
+        self.in_touch: Callable[[], bool] = lambda: True
+
+    def bind(self, layer: CacheLayer, tenure: Tenure) -> Bound:
+        """Return a tenure for a layer, bound to the present manifest."""
+        return self.manifest.bind(replace(tenure, purpose=PURPOSES[layer]))
+
+    def get(
+        self, layer: CacheLayer, bound: Bound, content: bytes, max_age_s: float | None = None
+    ) -> Any:
+        """Return an artifact; None on a miss, or while other gateways are out of touch."""
+        if not self.in_touch():
+            return None
+        max_age = None if max_age_s is None else max(1, int(max_age_s * SECOND))
+        return self.layers[layer].get(bound, content, time.time_ns(), max_age)
+
+    def put(
+        self, layer: CacheLayer, bound: Bound, content: bytes, artifact: Any, size: int,
+        cost_s: float, ttl_s: float | None = None,
+    ) -> bool:  # fmt: skip
+        """Store an artifact made in `cost_s` seconds; False if its tenure changed meanwhile."""
+        now, ttl_s = time.time_ns(), min(ttl_s or inf, self.options[layer].ttl)
+        until = now + int(ttl_s * SECOND)
+        return self.layers[layer].put(bound, content, artifact, size, cost_s, now, until)
+
+    def change(
+        self, tenant: str, field: str, value: str, version: str, changed_at: int, until: int
+    ) -> int | None:
+        """Record a new version here and on all gateways; return the artifacts voided here."""
+        entry = self.manifest.change(tenant, field, value, version, time.time_ns(), until)
+        if entry is None:
+            return None
+        self.changed.append(entry)
+        return self._sweep(entry, changed_at)
+
+    def merge(self, entries: Iterable[ManifestEntry]) -> None:
+        """Take another gateway's changes."""
+        for entry in self.manifest.merge(entries):
+            self._sweep(entry, time.time_ns())
+
+    def _sweep(self, entry: ManifestEntry, changed_at: int) -> int:
+        now = time.time_ns()
+        return sum(layer.sweep(entry, changed_at, now) for layer in self.layers.values())
