@@ -480,8 +480,9 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     admission: Annotated[
         dict[str, Any],
         option(
-            "Order of waiting requests: fcfs, priority, edf, shortest, shortest-remaining, fair or "
-            "priority-fair, [,parameter=value]... (entry points `pigou.admission`).",
+            "Order of waiting requests: fcfs, priority, edf, shortest, shortest-remaining, fair, "
+            "priority-fair, drf, karma, dlpm or market, [,parameter=value]... (entry points "
+            "`pigou.admission`).",
             "Admission",
             form="named",
             key="order",

@@ -165,7 +165,7 @@ class ControlPlane:
             self.router.check(request.overrides)
         routed = self.state.requests.get(request.id)
         if routed is not None:
-            self.admission.failed(routed.request)
+            self.admission.failed(routed.request, now)
             self.tracker.release(request.id, now)
         returned = routed is not None or bool(exclude)
         self.admission.queue.remove(request.id)
@@ -292,6 +292,7 @@ class ControlPlane:
         self.tracker.tick(now, waiting := len(admission.queue))
         self.index.expire(now)
         self.cache_monitor.tick(self.state, self.index, self.tracker.estimates, now)
+        admission.reprice(self.tracker, self.index, now)
         if self._peers.tenants:
             self._peers.tick(now)
         if self.tracker.detector.regime is not self._regime:  # an enum's value is slow to read

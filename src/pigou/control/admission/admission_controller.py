@@ -16,8 +16,9 @@ from pigou.control.admission.admission_queue import (
     TenantActivity,
     TenantQuota,
 )
-from pigou.control.admission.fair_order import Fair
+from pigou.control.admission.fair_order import TenantOrder
 from pigou.control.admission.queue_order import QueuedRequest, QueueOrder, load
+from pigou.control.admission.usage_prices import fleet_rates
 from pigou.control.admission.worker_capacity import (
     UNLIMITED,
     WorkerCapacity,
@@ -26,14 +27,18 @@ from pigou.control.admission.worker_capacity import (
 )
 from pigou.control.latency_model.estimates import Estimates
 from pigou.control.messages import Choice, Queue, Shed
-from pigou.control.peers.allowance import StreamAllowance, TokenCharges
+from pigou.control.peers.allowance import StreamAllowance
 from pigou.control.peers.bookings import TenantService
+from pigou.control.prefix_index import PrefixIndex
+from pigou.control.request_tracker import RequestTracker
 from pigou.control.routing.view import FleetView
 from pigou.control.state import FleetState, StreamSlots
 from pigou.request import NEVER, SECOND, Counts, Request
 
 #: A worker that failed a request is tried again for it after this time, if no other can serve.
 EXCLUDED_FOR = SECOND
+#: Nanoseconds between two updates of the prices that orders charge.
+REPRICED_EVERY = SECOND // 4
 
 
 class QueueEntry(NamedTuple):
@@ -69,7 +74,11 @@ class AdmissionController:
         self._max_per_request = config.max_request_inflight
         self.displaced: list[Shed] = []  # requests displaced since the last tick
         #: the order, where it shares between tenants without bands
-        self.fair = order if isinstance(order, Fair) else None
+        self.shared = order if isinstance(order, TenantOrder) else None
+        #: the same order if it `follows` requests; if it is `priced`
+        self._follower = self.shared if self.shared is not None and self.shared.follows else None
+        self._priced = self.shared if self.shared is not None and self.shared.priced else None
+        self._priced_at = self._written = 0
         self.allowance = StreamAllowance()  # this gateway's share of streams
 
     def arrive(self, waiting: QueuedRequest, now: int) -> Shed | None:
@@ -96,8 +105,8 @@ class AdmissionController:
         self.activity.peer_streams(tenant, change.streams)
         if active:
             self.activity.seen(tenant, weight, now)
-        if self.fair is not None:
-            self.fair.peer_service(change, weight)
+        if self.shared is not None:
+            self.shared.peer_service(change, weight)
 
     def update_allowance(
         self, state: FleetState, others: Sequence[TenantService], now: int
@@ -107,25 +116,43 @@ class AdmissionController:
             return
         streams = self.capacity.max_streams(state, UNLIMITED)[state.columns.decodes]
         places = float(streams.astype(np.float64).sum())
-        if self.fair is None:
+        if self.shared is None:
             self.allowance.update(now, places, self.services(), others)
             return
-        params = self.fair.params
-        charges = TokenCharges(params.input_weight, params.output_weight)
+        charges = self.shared.token_charges
         self.allowance.update(now, places, self.services(), others, self._weights, charges)
 
     def services(self) -> list[TenantService]:
         """Return this gateway's service for each tenant."""
         quota, own = self.queue.quota, self.activity.own_streams()
-        served = {} if self.fair is None else self.fair.service
+        served = {} if self.shared is None else self.shared.service
+        follower = self._follower
         services = []
         for tenant in {**served, **own, **dict.fromkeys(quota.tenants)}:
             prompt_tokens, output_tokens = served.get(tenant, (0, 0))
             requests, _ = quota.queued(tenant)
+            held_ms = 0 if follower is None else follower.kv_token_ms(tenant)
+            streams = own.get(tenant, 0)
             services.append(
-                TenantService(tenant, prompt_tokens, output_tokens, own.get(tenant, 0), requests)
+                TenantService(tenant, prompt_tokens, output_tokens, streams, requests, held_ms)
             )
         return services
+
+    def reprice(self, tracker: RequestTracker, index: PrefixIndex, now: int) -> None:
+        """Tell the order the fleet's rates and prices, if it uses them and they are due."""
+        order, passed = self._priced, now - self._priced_at
+        if order is None or passed < REPRICED_EVERY or not tracker.state.workers:
+            return
+        tokens = sum(prompts + outputs for prompts, outputs in order.service.values())
+        written_s = max(0, tokens - self._written) * SECOND / passed
+        self._priced_at, self._written = now, tokens
+        state = tracker.state
+        order.reprice(
+            fleet_rates(
+                state, tracker.latency_model.peek(now), self.capacity.max_streams(state, UNLIMITED),
+                index.recomputed_share(state.ids), written_s,
+            )
+        )  # fmt: skip
 
     def enqueue(self, waiting: QueuedRequest, now: int, min_ttft_s: float) -> QueueEntry:
         """Queue a request, which may be next; `conclude` says whether it stays."""
@@ -219,17 +246,23 @@ class AdmissionController:
         self.capacity.take(request, choice, row, fleet, now)
         self.activity.began(request.tenant, request.sequences)
         self.allowance.began()
+        if self._follower is not None:
+            self._follower.began(request, choice.decode, now)
 
-    def failed(self, request: Request) -> None:
+    def failed(self, request: Request, now: int) -> None:
         """Record that a routed request lost its worker."""
         self.capacity.free(request.id)
         self.activity.ended(request.tenant, request.sequences)
+        if self._follower is not None:
+            self._follower.ended(request, now)
 
     def ended(self, request: Request, now: int) -> None:
         """Record that a routed request left the fleet."""
         self.drain_rate.ended(now, self.capacity.free(request.id))
         self.activity.ended(request.tenant, request.sequences)
         self.activity.seen(request.tenant, self._weights.get(request.tenant, 1.0), now)
+        if self._follower is not None:
+            self._follower.ended(request, now)
 
     def on_tokens(self, streams: StreamSlots, slots: Counts, counts: Counts) -> None:
         """Count output tokens, if the order `counts_tokens`."""

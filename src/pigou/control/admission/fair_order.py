@@ -1,15 +1,17 @@
-"""Fair sharing between tenants by virtual token counters."""
+"""Sharing between tenants: counters by tenant, and fair shares by virtual token counters."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
 from pigou.config import ConfigError, check_bounds, check_fields
 from pigou.control.admission.queue_order import Heap, QueuedRequest, QueueOrder
+from pigou.control.admission.usage_prices import FleetRates
+from pigou.control.peers.allowance import TokenCharges
 from pigou.control.peers.bookings import TenantService
 from pigou.request import Request
 
@@ -28,78 +30,137 @@ _MAX_BANDS = 64
 _HIGHEST = 2**31 - 1  # limit of priorities on the wire
 
 
-class FairParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `Fair`."""
+class Served(NamedTuple):
+    """Service of a tenant."""
 
-    input_weight: float = 1.0  # service per uncached prompt token (w_p)
-    output_weight: float = 2.0  # service per output token (w_q)
+    prompt: float = 0.0  # uncached tokens
+    output: float = 0.0  # tokens
+    kv_token_s: float = 0.0  # tokens of KV times seconds that they were held
+
+
+class ShareParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of all orders that share between tenants."""
+
     within: Within = "fcfs"  # order of one tenant's own requests
     # share of each worker's streams and tokens withheld from tenants above their share of the
     # fleet, while others use it.
     reserve: float = 0.0625
+
+    def __post_init__(self) -> None:
+        check_bounds("reserve", self.reserve, ge=0, lt=1)
+
+
+class FairParams(ShareParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of `Fair`."""
+
+    input_weight: float = 1.0  # service per uncached prompt token (w_p)
+    output_weight: float = 2.0  # service per output token (w_q)
     # unused service that a tenant keeps, per unit of weight. 0 is the published rule: a tenant
     # below its share still waits for its turn after each small burst.
     credit: float = 16384.0
 
     def __post_init__(self) -> None:
-        check_fields(self, "input_weight", "output_weight", "credit", ge=0)
         check_bounds("reserve", self.reserve, ge=0, lt=1)
-        if self.input_weight == self.output_weight == 0.0:
-            raise ConfigError("input_weight and output_weight are both 0; one must be above")
+        check_weights(self)
+        check_bounds("credit", self.credit, ge=0)
 
 
-class _Tenant:
-    __slots__ = ("counter", "entry", "queue", "weight")
+def check_weights(params: Any) -> None:
+    """Raise ConfigError unless input and output weights are at least 0, and one is above."""
+    check_fields(params, "input_weight", "output_weight", ge=0)
+    if params.input_weight == params.output_weight == 0.0:
+        raise ConfigError("input_weight and output_weight are both 0; one must be above")
 
-    def __init__(self, counter: float) -> None:
+
+class Tenant:
+    """A tenant's waiting requests and its counter."""
+
+    __slots__ = ("counter", "entry", "name", "queue", "weight")
+
+    def __init__(self, name: str, counter: float) -> None:
+        self.name = name
         self.counter = counter
         self.weight = 1.0
         self.queue = Heap()
-        self.entry: tuple[float, int, str] | None = None
+        self.entry: tuple[Any, int, str] | None = None
 
 
-class Fair(QueueOrder):
-    """Serves the tenant with the lowest virtual token counter first (Sheng et al., OSDI 2024).
+class TenantOrder(QueueOrder):
+    """Serves the waiting tenant with the lowest counter first; subclasses say what counts.
 
-    Counter c_f is tenant f's service over its weight: w_p per uncached and w_q per output token,
-    counted while requests wait. A tenant that starts waiting gets c_f = max(c_f, floor - credit);
-    the floor is the highest minimum among waiting tenants so far.
-
-    Two backlogged tenants differ by at most 2 max(w_p L, w_q M) + credit: L is the longest prompt,
-    M the most tokens in flight, each over the lower weight. Each step costs O(log tenants),
-    amortised. Service at other gateways counts (`StreamAllowance`).
+    Service counts while requests wait. A tenant that starts waiting gets c_f = max(c_f, floor -
+    credit); the floor is the highest minimum among waiting tenants so far. Each step costs O(log
+    tenants), amortised. Service at other gateways counts (`StreamAllowance`).
     """
 
-    Params: ClassVar[type[msgspec.Struct]] = FairParams
     holds_back: ClassVar[bool] = True
+    #: Whether it is told of `began`, `ended` and the time, to count KV and claims.
+    follows: ClassVar[bool] = False
+    #: Whether it is told of the fleet's rates and prices (`reprice`).
+    priced: ClassVar[bool] = False
+    kind: ClassVar[type[Tenant]] = Tenant
 
-    def __init__(self, params: FairParams | None = None) -> None:
-        self.params: FairParams = params or FairParams()
+    def __init__(self, params: Any = None, credit: float = 0.0) -> None:
+        super().__init__(params)
         self._within = _WITHIN[self.params.within]
-        self._tenants: dict[str, _Tenant] = {}
-        self._counters: list[tuple[float, int, str]] = []
+        self._tenants: dict[str, Tenant] = {}
+        self._counters: list[tuple[Any, int, str]] = []
         self._pushes = 0
-        self._base = -self.params.credit  # counter of a tenant that is not known, or no more
+        self._credit = credit
+        self._base = -credit  # counter of a tenant that is not known, or no more
         self._highest = 0.0  # highest floor so far
         self._max = self._base  # highest counter so far
-        self._last: _Tenant | None = None
+        self._last: Tenant | None = None
         self._elsewhere: dict[str, int] = {}  # requests of tenants that wait at other gateways
         self.service: dict[str, tuple[int, int]] = {}
+
+    # --- what an order says -------------------------------------------------------------------
+
+    def charge(self, name: str, served: Served) -> None:
+        """Count a tenant's service."""
+        raise NotImplementedError
+
+    @property
+    def token_charges(self) -> TokenCharges:
+        """Service per prompt token and per output token."""
+        return TokenCharges(self.params.input_weight, self.params.output_weight)
+
+    def rank(self, tenant: Tenant) -> Any:
+        """Return the sort key of a waiting tenant; it may only rise without a push."""
+        return tenant.counter
+
+    def lift(self, tenant: Tenant) -> None:
+        """Raise the counter of a tenant that starts waiting to the floor minus credit."""
+        tenant.counter = max(tenant.counter, self._floor())
+
+    def began(self, request: Request, worker: str, now: int) -> None:
+        """Record that a request was sent to a worker (`follows`)."""
+
+    def ended(self, request: Request, now: int) -> None:
+        """Record that a request left its worker (`follows`)."""
+
+    def reprice(self, rates: FleetRates) -> None:
+        """Take the fleet's rates and prices of the moment (`priced`)."""
+
+    # --- a queue order ------------------------------------------------------------------------
 
     @property
     def reserve(self) -> float:
         """Share of each worker closed to tenants above their share of the fleet."""
-        return self.params.reserve
+        reserve: float = self.params.reserve
+        return reserve
 
     def add(self, waiting: QueuedRequest) -> None:
-        """Add a waiting request; raise its tenant's counter to the floor minus credit."""
+        """Add a waiting request; lift its tenant if it starts waiting."""
         name = waiting.request.tenant
         tenant = self._tenant(name)
         tenant.weight = waiting.weight
         if not tenant.queue:
-            tenant.counter = max(tenant.counter, self._floor())
-            self._push(name, tenant)
-        tenant.queue.add(self._within(waiting), waiting)
+            self.lift(tenant)
+            tenant.queue.add(self._within(waiting), waiting)
+            self._push(tenant)
+        else:
+            tenant.queue.add(self._within(waiting), waiting)
 
     def remove(self, waiting: QueuedRequest) -> None:
         """Remove a waiting request."""
@@ -118,19 +179,18 @@ class Fair(QueueOrder):
 
     def peer_service(self, change: TenantService, weight: float) -> None:
         """Count another gateway's service of a tenant, and its requests waiting there."""
-        name, params = change.tenant, self.params
+        name = change.tenant
         if change.waiting:
             waiting = self._elsewhere.pop(name, 0) + change.waiting
             if waiting > 0:
                 tenant = self._tenant(name)
                 tenant.weight = weight
                 if waiting == change.waiting and not tenant.queue:  # it begins to wait
-                    tenant.counter = max(tenant.counter, self._floor())
+                    self.lift(tenant)
                 self._elsewhere[name] = waiting
-        served = params.input_weight * change.prompt_tokens
-        served += params.output_weight * change.output_tokens
-        if served > 0.0:
-            self._charge(name, served)
+        served = Served(change.prompt_tokens, change.output_tokens, change.kv_token_ms / 1000)
+        if any(served):
+            self.charge(name, served)
 
     def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:
         """Return the tenant's own requests behind this one; never another tenant's."""
@@ -143,12 +203,16 @@ class Fair(QueueOrder):
         """Charge the prompt of a routed request."""
         self.remove(waiting)
         self._count(waiting.request.tenant, uncached, 0)
-        self._charge(waiting.request.tenant, self.params.input_weight * uncached)
+        self.charge(waiting.request.tenant, Served(uncached))
 
     def served(self, request: Request, tokens: int) -> None:
         """Charge output tokens."""
         self._count(request.tenant, 0, tokens)
-        self._charge(request.tenant, self.params.output_weight * tokens)
+        self.charge(request.tenant, Served(0, tokens))
+
+    def kv_token_ms(self, tenant: str) -> int:
+        """Return the KV token-milliseconds of a tenant here; 0 where they do not count."""
+        return 0
 
     def counter(self, tenant: str) -> float:
         """Return a tenant's service over its weight."""
@@ -157,7 +221,7 @@ class Fair(QueueOrder):
 
     def underserved(self, waiting: QueuedRequest) -> bool:
         """True if the tenant is behind another by half the credit; False without credit."""
-        margin = 0.5 * self.params.credit
+        margin = 0.5 * self._credit
         return margin > 0.0 and self.counter(waiting.request.tenant) < self._max - margin
 
     def priority(self, waiting: QueuedRequest, above: bool) -> int | None:
@@ -178,10 +242,13 @@ class Fair(QueueOrder):
         """True if no request waits."""
         return self._lowest() is None
 
-    def _charge(self, name: str, service: float) -> None:
-        """Count service while requests wait; otherwise it cost no tenant."""
-        if self._lowest() is None and not self._elsewhere:
-            return
+    @property
+    def contended(self) -> bool:
+        """True if a request waits here or at another gateway; else service costs no tenant."""
+        return self._lowest() is not None or bool(self._elsewhere)
+
+    def _raise(self, name: str, service: float) -> None:
+        """Add service over weight to a tenant's counter."""
         tenant = self._tenant(name)
         tenant.counter += service / tenant.weight
         self._max = max(self._max, tenant.counter)
@@ -196,33 +263,40 @@ class Fair(QueueOrder):
         lowest = self._lowest() or self._last
         if lowest is not None:
             self._highest = max(self._highest, lowest.counter)
-        return self._highest - self.params.credit
+        return self._highest - self._credit
 
-    def _lowest(self) -> _Tenant | None:
+    def _lowest(self) -> Tenant | None:
         heap = self._counters
         while heap:
             entry = heap[0]
             tenant = self._tenants.get(entry[2])
             if tenant is None or tenant.entry is not entry:
                 heapq.heappop(heap)
-            elif entry[0] < tenant.counter:
+            elif entry[0] < self.rank(tenant):
                 heapq.heappop(heap)
-                self._push(entry[2], tenant)
+                self._push(tenant)
             else:
                 return tenant
         return None
 
-    def _push(self, name: str, tenant: _Tenant) -> None:
+    def _push(self, tenant: Tenant) -> None:
         self._pushes += 1
-        tenant.entry = (tenant.counter, self._pushes, name)
+        tenant.entry = (self.rank(tenant), self._pushes, tenant.name)
         heapq.heappush(self._counters, tenant.entry)
 
-    def _tenant(self, name: str) -> _Tenant:
+    def _push_all(self) -> None:
+        """Sort all waiting tenants anew, their ranks having changed."""
+        self._counters = []
+        for tenant in self._tenants.values():
+            if tenant.queue:
+                self._push(tenant)
+
+    def _tenant(self, name: str) -> Tenant:
         tenant = self._tenants.get(name)
         if tenant is None:
             if len(self._tenants) >= _MAX_TENANTS:
                 self._forget()
-            tenant = self._tenants[name] = _Tenant(self._base)
+            tenant = self._tenants[name] = self.kind(name, self._base)
         return tenant
 
     def _forget(self) -> None:
@@ -234,6 +308,30 @@ class Fair(QueueOrder):
             for name, tenant in self._tenants.items()
             if tenant.queue or tenant.counter > floor or name in self._elsewhere
         }
+
+
+class Fair(TenantOrder):
+    """Serves the tenant with the lowest virtual token counter first (Sheng et al., OSDI 2024).
+
+    Counter c_f is tenant f's service over its weight: w_p per uncached and w_q per output token,
+    counted while requests wait.
+
+    Two backlogged tenants differ by at most 2 max(w_p L, w_q M) + credit: L is the longest prompt,
+    M the most tokens in flight, each over the lower weight.
+    """
+
+    Params: ClassVar[type[msgspec.Struct]] = FairParams
+
+    def __init__(self, params: FairParams | None = None) -> None:
+        params = params or FairParams()
+        super().__init__(params, params.credit)
+
+    def charge(self, name: str, served: Served) -> None:
+        """Count w_p per prompt token and w_q per output token."""
+        if self.contended:
+            params = self.params
+            service = params.input_weight * served.prompt + params.output_weight * served.output
+            self._raise(name, service)
 
 
 class PriorityFair(QueueOrder):

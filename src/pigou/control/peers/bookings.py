@@ -70,6 +70,8 @@ class TenantService(msgspec.Struct, frozen=True, omit_defaults=True):
     output_tokens: int = 0
     streams: int = 0  # sequences on workers
     waiting: int = 0  # queued requests
+    # total tokens of KV times milliseconds held, where the order counts them; only grows.
+    kv_token_ms: int = 0
 
 
 class PredictedPrompt(msgspec.Struct, frozen=True, eq=False):

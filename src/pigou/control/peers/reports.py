@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 
+import msgspec
+
 from pigou.control.admission.admission_controller import AdmissionController
 from pigou.control.messages import PeerGone, PeerReport
 from pigou.control.peers.bookings import TenantService, growth
@@ -57,7 +59,7 @@ class PeerReports:
             before = tenants.get(service.tenant)
             tenants[service.tenant] = service
             if before is None:  # earlier service is not charged now
-                before = TenantService(service.tenant, service.prompt_tokens, service.output_tokens)
+                before = msgspec.structs.replace(service, streams=0, waiting=0)
             self._change(before, service, now)
         if len(tenants) > MAX_TENANTS:
             active = {name: last for name, last in tenants.items() if last.streams or last.waiting}
@@ -83,6 +85,6 @@ class PeerReports:
         change = TenantService(
             after.tenant, growth(before.prompt_tokens, after.prompt_tokens),
             growth(before.output_tokens, after.output_tokens), after.streams - before.streams,
-            after.waiting - before.waiting,
+            after.waiting - before.waiting, growth(before.kv_token_ms, after.kv_token_ms),
         )  # fmt: skip
         self._admission.peer_service(change, bool(after.streams or after.waiting), now)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from pigou.control.messages import PeerGone, PeerReport
@@ -112,7 +113,7 @@ class PeerPublisher:
         for service in gone:
             del self._tenants[service.tenant]
         return tuple(
-            TenantService(service.tenant, service.prompt_tokens, service.output_tokens)
+            msgspec.structs.replace(service, streams=0, waiting=0)
             for service in gone
             if service.streams or service.waiting
         )
@@ -225,7 +226,7 @@ class PeerReceiver:
             workers += [WorkerBookings(name) for name in feed.workers if name not in present]
             served = {service.tenant for service in tenants}
             tenants += [
-                TenantService(name, last.prompt_tokens, last.output_tokens)
+                msgspec.structs.replace(last, streams=0, waiting=0)
                 for name, (_, last) in feed.tenants.items()
                 if name not in served
             ]

@@ -1,0 +1,567 @@
+"""Orders that share between tenants by dominant shares, credits, prefixes, or prices."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from pigou.config import ConfigError, check_bounds
+from pigou.control.admission.fair_order import (
+    Served,
+    ShareParams,
+    Tenant,
+    TenantOrder,
+    check_weights,
+)
+from pigou.control.admission.queue_order import QueuedRequest
+from pigou.control.admission.usage_prices import FleetRates, KVResidency
+from pigou.control.peers.allowance import TokenCharges
+from pigou.games.drf import DominantShares
+from pigou.request import SECOND, Request
+
+#: Output that is charged when a request is sent: what is expected of it, or its `max_tokens`.
+Claim = Literal["expected", "max_tokens"]
+#: Capacities of prefill, decode and KV for use in seconds of the fleet, and what clears use.
+_SECOND_EACH, _ALL_BACK = (1.0, 1.0, 1.0), (-math.inf,) * 3
+#: A tenant that was idle for so long no longer counts as a user (`karma`), in nanoseconds.
+_IDLE_NS = 60 * SECOND
+#: Weight of the last quantum in the learned capacity.
+_NEW = 0.2
+#: Blocks whose dispatch is remembered (`dlpm`).
+_MAX_BLOCKS = 65_536
+
+
+class UsageParams(ShareParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of `Drf` and `Market`."""
+
+    claim: Claim = "expected"  # output charged when sent; what is not used is refunded
+    credit: float = 1.0  # unused service that a tenant keeps, seconds of the fleet per weight
+
+    def __post_init__(self) -> None:
+        check_bounds("reserve", self.reserve, ge=0, lt=1)
+        check_bounds("credit", self.credit, ge=0)
+
+
+class _UsageTenant(Tenant):
+    __slots__ = ("base", "kv_token_s")
+
+    def __init__(self, name: str, counter: float) -> None:
+        super().__init__(name, counter)
+        self.base = counter  # counter without usage
+        self.kv_token_s = 0.0  # charged so far
+
+
+class UsageOrder(TenantOrder):
+    """Charges prompts, output and KV residency, each for what is used.
+
+    Output is claimed when a request is sent, and the rest of the claim is refunded when it ends.
+    Residency counts from dispatch to end while requests wait, however slowly a client reads.
+    """
+
+    Params: ClassVar[type[msgspec.Struct]] = UsageParams
+    follows: ClassVar[bool] = True
+    priced: ClassVar[bool] = True
+    kind: ClassVar[type[Tenant]] = _UsageTenant
+
+    def __init__(self, params: UsageParams | None = None) -> None:
+        params = params or UsageParams()
+        super().__init__(params, params.credit)
+        self._kv = KVResidency()
+        self._rates = FleetRates()
+        self._now = self._contended_ns = 0
+        self._claims: dict[str, tuple[float, FleetRates]] = {}
+
+    def apply(self, tenant: Any, served: Served, rates: FleetRates) -> None:
+        """Add service to a tenant's counter."""
+        raise NotImplementedError
+
+    def charge(self, name: str, served: Served) -> None:
+        """Count service while requests wait."""
+        if self.contended:
+            self._apply(self._tenant(name), served, self._rates)
+
+    def rank(self, tenant: Any) -> Any:
+        """Return the counter, with the KV held so far."""
+        self._accrue(tenant)
+        return tenant.counter
+
+    def add(self, waiting: QueuedRequest) -> None:
+        """Add a waiting request."""
+        self._advance(waiting.since)
+        super().add(waiting)
+
+    def first(self, now: int) -> QueuedRequest | None:
+        """Return the next request."""
+        self._advance(now)
+        return super().first(now)
+
+    def began(self, request: Request, worker: str, now: int) -> None:
+        """Hold the prompt's KV."""
+        self._advance(now)
+        self._kv.began(request, worker, self._contended_ns)
+
+    def taken(self, waiting: QueuedRequest, uncached: int) -> None:
+        """Charge the prompt, and claim output."""
+        super().taken(waiting, uncached)
+        request = waiting.request
+        tokens = request.max_tokens if self.params.claim == "max_tokens" else waiting.output
+        if self.contended:
+            claim = float(min(tokens, request.max_tokens) * request.sequences)
+            self._claims[request.id] = claim, self._rates
+            self._apply(self._tenant(request.tenant), Served(0.0, claim), self._rates)
+
+    def served(self, request: Request, tokens: int) -> None:
+        """Charge the output tokens beyond the claim."""
+        self._count(request.tenant, 0, tokens)
+        self._kv.grew(request.id, tokens, self._contended_ns)
+        left, rates = self._claims.get(request.id, (0.0, self._rates))
+        if left:
+            self._claims[request.id] = max(0.0, left - tokens), rates
+        if tokens > left:
+            self.charge(request.tenant, Served(0.0, tokens - left))
+
+    def ended(self, request: Request, now: int) -> None:
+        """Refund the rest of the claim, and free the KV."""
+        self._advance(now)
+        self._kv.ended(request.id, self._contended_ns)
+        left, rates = self._claims.pop(request.id, (0.0, self._rates))
+        if left:
+            self._apply(self._tenant(request.tenant), Served(0.0, -left), rates)
+
+    def kv_token_ms(self, tenant: str) -> int:
+        """Return the KV token-milliseconds of a tenant here."""
+        return round(1000.0 * self._kv.token_s(tenant, self._contended_ns))
+
+    def reprice(self, rates: FleetRates) -> None:
+        """Take the fleet's rates and prices."""
+        self._rates = rates
+
+    def _advance(self, now: int) -> None:
+        if now > self._now:
+            if self.contended:
+                self._contended_ns += now - self._now
+            self._now = now
+
+    def _accrue(self, tenant: Any) -> None:
+        held = self._kv.token_s(tenant.name, self._contended_ns)
+        if held > tenant.kv_token_s:
+            served = Served(kv_token_s=held - tenant.kv_token_s)
+            tenant.kv_token_s = held
+            self.apply(tenant, served, self._rates)
+
+    def _apply(self, tenant: Any, served: Served, rates: FleetRates) -> None:
+        before = tenant.counter
+        self.apply(tenant, served, rates)
+        self._max = max(self._max, tenant.counter)
+        if tenant.counter < before and tenant.entry is not None:
+            self._push(tenant)
+
+
+class DrfParams(UsageParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of `Drf`; capacities of 0 are learned from the fleet."""
+
+    prefill_tokens_s: float = 0.0  # uncached prompt tokens per second
+    output_tokens_s: float = 0.0  # output tokens per second
+    kv_tokens: float = 0.0  # KV tokens at once
+    is_shared: bool = False  # with `prefill_tokens_s`: prefill and decode are one resource
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("prefill_tokens_s", "output_tokens_s", "kv_tokens"):
+            check_bounds(name, getattr(self, name), ge=0)
+
+
+class Drf(UsageOrder):
+    """Serves the tenant with the least dominant share first (Ghodsi et al., NSDI 2011), over time.
+
+        s_f = max(u_prefill, u_decode, u_kv) / w_f
+
+    u is cumulative use over capacity, in seconds of the fleet: of prompt tokens, output tokens and
+    KV token-seconds. Where workers do both, prefill and decode are one resource, and u adds up.
+    Use counts while requests wait, and anew when a tenant that was below the floor returns.
+    """
+
+    Params: ClassVar[type[msgspec.Struct]] = DrfParams
+
+    def __init__(self, params: DrfParams | None = None) -> None:
+        super().__init__(params or DrfParams())
+        self._shares = DominantShares(_SECOND_EACH)
+
+    def apply(self, tenant: Any, served: Served, rates: FleetRates) -> None:
+        """Add to the use of each resource, and set the dominant share."""
+        capacities = self._capacities(rates)
+        seconds = [s / c if c else 0.0 for s, c in zip(served, capacities, strict=True)]
+        if self.params.is_shared if self.params.prefill_tokens_s else rates.is_shared:
+            seconds[:2] = [sum(seconds[:2]), 0.0]
+        self._shares.charge(tenant.name, seconds)
+        tenant.counter = tenant.base + self._shares.share(tenant.name, tenant.weight)
+
+    def lift(self, tenant: Any) -> None:
+        """Begin anew from the floor minus credit, if that is above the dominant share."""
+        self._accrue(tenant)
+        floor = self._floor()
+        if tenant.counter < floor:
+            tenant.base = tenant.counter = floor
+            self._shares.charge(tenant.name, _ALL_BACK)
+
+    @property
+    def token_charges(self) -> TokenCharges:
+        """Seconds of the fleet per token."""
+        prompt, output, _ = self._capacities(self._rates)
+        return TokenCharges(1.0 / (prompt or 1.0), 1.0 / (output or 1.0))
+
+    def _forget(self) -> None:
+        before = set(self._tenants)
+        super()._forget()
+        for name in before - set(self._tenants):
+            self._shares.charge(name, _ALL_BACK)
+
+    def _capacities(self, rates: FleetRates) -> tuple[float, float, float]:
+        own = self.params
+        return (
+            own.prefill_tokens_s or rates.prefill_tokens_s,
+            own.output_tokens_s or rates.output_tokens_s,
+            own.kv_tokens or rates.kv_tokens,
+        )
+
+
+class Market(UsageOrder):
+    """Serves whose budget covers its next request first: a Fisher market at the fleet's prices.
+
+        F_f = (spent_f + price of the next request) / w_f
+
+    A tenant has w_f credits a second. It spends p_prefill per uncached token, p_output per output
+    token and p_kv per token of KV and second (`fleet_rates`): own seconds, tolls and memory prices
+    of the moment. The least F is who can pay soonest. Unused budget is kept up to `credit`; what is
+    used while nobody waits becomes a debt of at most `credit`.
+    """
+
+    def apply(self, tenant: Any, served: Served, rates: FleetRates) -> None:
+        """Add the price of service."""
+        price = rates.prefill_s * served.prompt + rates.output_s * served.output
+        tenant.counter += (price + rates.kv_token_s * served.kv_token_s) / tenant.weight
+
+    def charge(self, name: str, served: Served) -> None:
+        """Count service; while nobody waits up to a debt."""
+        tenant = self._tenant(name)
+        before = tenant.counter
+        self._apply(tenant, served, self._rates)
+        if not self.contended:
+            tenant.counter = min(tenant.counter, max(before, self._highest + self._credit))
+
+    def rank(self, tenant: Any) -> Any:
+        """Return what is spent, and the price of the next request, over the budget."""
+        self._accrue(tenant)
+        waiting, rates = tenant.queue.first(), self._rates
+        if waiting is None:
+            return tenant.counter
+        output = waiting.output * waiting.request.sequences
+        price = rates.prefill_s * waiting.uncached + rates.output_s * output
+        return tenant.counter + price / tenant.weight
+
+    def add(self, waiting: QueuedRequest) -> None:
+        """Add a waiting request."""
+        super().add(waiting)
+        self._sort(waiting)
+
+    def remove(self, waiting: QueuedRequest) -> None:
+        """Remove a waiting request, and price the next."""
+        super().remove(waiting)
+        self._sort(waiting)
+
+    def reprice(self, rates: FleetRates) -> None:
+        """Take the fleet's prices, and sort by them."""
+        super().reprice(rates)
+        self._push_all()
+
+    @property
+    def token_charges(self) -> TokenCharges:
+        """Prices of the moment."""
+        return TokenCharges(self._rates.prefill_s, self._rates.output_s)
+
+    def _sort(self, waiting: QueuedRequest) -> None:
+        tenant = self._tenants.get(waiting.request.tenant)
+        if tenant is not None and tenant.queue:
+            self._push(tenant)
+
+
+class KarmaParams(ShareParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of `KarmaOrder`."""
+
+    input_weight: float = 1.0  # service per uncached prompt token
+    output_weight: float = 2.0  # service per output token
+    guaranteed: float = 0.5  # part of its fair share that a tenant has without credits (alpha)
+    quantum_s: float = 1.0
+    service_s: float = 0.0  # service of the fleet per second; 0 learns it
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_weights(self)
+        check_bounds("guaranteed", self.guaranteed, ge=0, le=1)
+        check_bounds("quantum_s", self.quantum_s, gt=0)
+        check_bounds("service_s", self.service_s, ge=0)
+
+
+class _KarmaTenant(Tenant):
+    __slots__ = ("credits", "seen", "used")
+
+    def __init__(self, name: str, counter: float) -> None:
+        super().__init__(name, counter)
+        self.credits = self.used = 0.0  # service; used in this quantum
+        self.seen = 0  # nanoseconds
+
+
+class KarmaOrder(TenantOrder):
+    """Serves by credits for service lent to others (Vuppalapati et al., OSDI 2023).
+
+    In each quantum a tenant's fair share f is its part of the fleet's service, by weight. Those
+    below alpha f come first. The others borrow, most credits per weight first, at a credit for a
+    unit of service. Whoever left a part of alpha f gets a credit for each unit borrowed, fewest
+    credits first; (1 - alpha) f credits are free. Credits may fall below 0, so no service is idle.
+    """
+
+    Params: ClassVar[type[msgspec.Struct]] = KarmaParams
+    kind: ClassVar[type[Tenant]] = _KarmaTenant
+
+    def __init__(self, params: KarmaParams | None = None) -> None:
+        super().__init__(params)
+        self._quantum_ns = round(self.params.quantum_s * SECOND)
+        self._quantum_end = 0
+        self._capacity: float = self.params.service_s * self.params.quantum_s
+        self._weights = 0.0  # sum of the users' weights
+        self._was_contended = False
+
+    def credits(self, tenant: str) -> float:
+        """Return a tenant's credits, in units of service."""
+        known: Any = self._tenants.get(tenant)
+        return 0.0 if known is None else known.credits
+
+    def charge(self, name: str, served: Served) -> None:
+        """Count service, which costs credits beyond the guaranteed part."""
+        tenant: Any = self._tenant(name)
+        params = self.params
+        service = params.input_weight * served.prompt + params.output_weight * served.output
+        free = max(0.0, self._guaranteed(tenant) - tenant.used)
+        tenant.used += service
+        tenant.credits -= max(0.0, service - free)
+
+    def rank(self, tenant: Any) -> Any:
+        """Return those below their guaranteed part, by part; then the others by credits."""
+        guaranteed = self._guaranteed(tenant)
+        if tenant.used < guaranteed:
+            return False, tenant.used / guaranteed
+        return True, -tenant.credits / tenant.weight
+
+    def lift(self, tenant: Any) -> None:
+        """Give a newcomer the mean of all credits; who returns keeps at most that."""
+        if tenant.seen > self._quantum_end - _IDLE_NS and tenant.seen:
+            return
+        users = [user.credits for user in self._users() if user is not tenant]
+        mean = sum(users) / len(users) if users else 0.0
+        tenant.credits = min(tenant.credits, mean) if tenant.seen else mean
+        self._weights += tenant.weight
+        tenant.seen = max(self._quantum_end, 1)
+        self._push_all()
+
+    def add(self, waiting: QueuedRequest) -> None:
+        """Add a waiting request."""
+        self._roll(waiting.since)
+        super().add(waiting)
+        tenant: Any = self._tenants[waiting.request.tenant]
+        tenant.seen = max(tenant.seen, waiting.since)
+
+    def first(self, now: int) -> QueuedRequest | None:
+        """Return the next request."""
+        self._roll(now)
+        return super().first(now)
+
+    def _users(self) -> list[Any]:
+        tenants: Any = self._tenants.values()
+        since = self._quantum_end - _IDLE_NS
+        return [t for t in tenants if t.seen and (t.seen > since or t.queue)]
+
+    def _guaranteed(self, tenant: Any) -> float:
+        share = self._capacity * tenant.weight / max(self._weights, tenant.weight)
+        guaranteed: float = self.params.guaranteed * share
+        return guaranteed
+
+    def _roll(self, now: int) -> None:
+        """End the quantum: pay those who lent, and give free credits."""
+        if now < self._quantum_end:
+            return
+        users, quanta = self._users(), 1 + (now - self._quantum_end) // self._quantum_ns
+        if self._quantum_end:
+            self._pay(users)
+            contended = self._was_contended and self.contended
+            if contended and quanta == 1 and not self.params.service_s:
+                whole = sum(user.used for user in users)
+                self._capacity += (whole - self._capacity) * (_NEW if self._capacity else 1.0)
+        for user in users:
+            share = self._guaranteed(user) / self.params.guaranteed if self.params.guaranteed else 0
+            user.credits += (1.0 - self.params.guaranteed) * share * quanta
+            user.used = 0.0
+        self._quantum_end = now - now % self._quantum_ns + self._quantum_ns
+        self._weights = sum(user.weight for user in self._users())
+        self._was_contended = self.contended
+        self._push_all()
+
+    def _pay(self, users: list[Any]) -> None:
+        """Pay a credit for each unit borrowed to who donated, fewest credits first."""
+        borrowed, donated = 0.0, {}
+        for user in users:
+            left = self._guaranteed(user) - user.used
+            borrowed -= min(left, 0.0)
+            if left > 0.0 and not user.queue:
+                donated[user.name] = left
+        donors = [user for user in users if user.name in donated]
+        owed = min(borrowed, sum(donated.values()))
+        starts = [(user.credits, 1) for user in donors]
+        stops = [(user.credits + donated[user.name], -1) for user in donors]
+        level, rising, paid = -math.inf, 0, 0.0
+        for at, change in sorted(starts + stops):  # the level rises to who has more
+            if rising and paid + rising * (at - level) >= owed:
+                break
+            paid += rising * (at - level) if rising else 0.0
+            level, rising = at, rising + change
+        if rising:
+            level += (owed - paid) / rising
+        for user in donors:
+            user.credits += min(donated[user.name], max(0.0, level - user.credits))
+
+
+class DlpmParams(ShareParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of `Dlpm`."""
+
+    input_weight: float = 1.0  # service per uncached prompt token
+    output_weight: float = 2.0  # service per output token
+    quantum: float = 16384.0  # service that a refill adds, per weight (Q)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_weights(self)
+        check_bounds("quantum", self.quantum, gt=0)
+        if self.within != "fcfs":
+            raise ConfigError(
+                f"within is {self.within!r}: dlpm serves the longest prefix; leave it out"
+            )
+
+
+class _DlpmTenant(Tenant):
+    __slots__ = ("deficit",)
+
+    def __init__(self, name: str, counter: float) -> None:
+        super().__init__(name, counter)
+        self.deficit = 0.0
+
+
+class Dlpm(TenantOrder):
+    """Deficit longest prefix match (Cao et al., arXiv 2501.14312).
+
+    The longest cached prefix goes first, of tenants with a deficit above 0. A tenant's deficit
+    falls by what is computed for it: w_p per uncached prompt token, w_q per output token. When
+    nobody that waits has any, each of them gets Q times its weight until one is above 0.
+
+    Cached is what a worker held when the request came, and what was sent to workers since. A step
+    costs O(tenants that wait), and O(blocks) once for each request.
+    """
+
+    Params: ClassVar[type[msgspec.Struct]] = DlpmParams
+    kind: ClassVar[type[Tenant]] = _DlpmTenant
+
+    def __init__(self, params: DlpmParams | None = None) -> None:
+        super().__init__(params)
+        self._sent: OrderedDict[int, None] = OrderedDict()  # router keys of blocks, newest last
+        # waiting requests by the key of the first block that is not cached
+        self._missing: dict[int, dict[str, tuple[QueuedRequest, int]]] = {}
+        self._matched: dict[str, tuple[int, int]] = {}  # tokens, and the key that is missing
+
+    def deficit(self, tenant: str) -> float:
+        """Return the service that a tenant may still have."""
+        known: Any = self._tenants.get(tenant)
+        return 0.0 if known is None else known.deficit
+
+    def charge(self, name: str, served: Served) -> None:
+        """Take service from the deficit."""
+        tenant: Any = self._tenant(name)
+        params = self.params
+        service = params.input_weight * served.prompt + params.output_weight * served.output
+        tenant.deficit -= service
+
+    def lift(self, tenant: Any) -> None:
+        """Limit what a tenant owes for service that nobody waited for."""
+        if not self.contended:
+            tenant.deficit = max(tenant.deficit, -self.params.quantum * tenant.weight)
+
+    def add(self, waiting: QueuedRequest) -> None:
+        """Add a waiting request."""
+        tenant = self._tenant(waiting.request.tenant)
+        tenant.weight = waiting.weight
+        if not tenant.queue:
+            self.lift(tenant)
+        self._wait(tenant, waiting, waiting.request.prompt - waiting.uncached, 0)
+        if tenant.entry is None:
+            self._push(tenant)
+
+    def remove(self, waiting: QueuedRequest) -> None:
+        """Remove a waiting request."""
+        super().remove(waiting)
+        _, missing = self._matched.pop(waiting.request.id, (0, 0))
+        held = self._missing.get(missing)
+        if held is not None:
+            held.pop(waiting.request.id)
+            if not held:
+                del self._missing[missing]
+
+    def first(self, now: int) -> QueuedRequest | None:
+        """Return the longest prefix of the tenants with a deficit, after a refill if none has."""
+        waiting: list[Any] = [tenant for tenant in self._tenants.values() if tenant.queue]
+        if not waiting:
+            return None
+        quantum = self.params.quantum
+        if all(tenant.deficit <= 0.0 for tenant in waiting):
+            refills = min(1 + -tenant.deficit // (quantum * tenant.weight) for tenant in waiting)
+            for tenant in waiting:
+                tenant.deficit += refills * quantum * tenant.weight
+        firsts = [tenant.queue.first() for tenant in waiting if tenant.deficit > 0.0]
+        first: QueuedRequest = min(firsts, key=self._key)
+        return first
+
+    def taken(self, waiting: QueuedRequest, uncached: int) -> None:
+        """Charge the prompt; its blocks are cached from now on."""
+        super().taken(waiting, uncached)
+        for key in _blocks(waiting.request)[1]:
+            self._sent[key] = None
+            self._sent.move_to_end(key)
+            for other, index in self._missing.pop(key, {}).values():
+                tenant = self._tenants[other.request.tenant]
+                tenant.queue.remove(other)
+                self._wait(tenant, other, 0, index + 1)
+        while len(self._sent) > _MAX_BLOCKS:
+            self._sent.popitem(last=False)
+
+    def _wait(self, tenant: Tenant, waiting: QueuedRequest, cached: int, begin: int) -> None:
+        """Queue a request by its prefix, of which `cached` tokens or `begin` blocks are known."""
+        size, keys = _blocks(waiting.request)
+        index = max(begin, min(cached // size, len(keys))) if size else 0
+        while index < len(keys) and keys[index] in self._sent:
+            index += 1
+        missing = keys[index] if index < len(keys) else 0
+        if missing:
+            self._missing.setdefault(missing, {})[waiting.request.id] = waiting, index
+        self._matched[waiting.request.id] = max(cached, index * size), missing
+        tenant.queue.add(self._key(waiting)[0], waiting)
+
+    def _key(self, waiting: QueuedRequest) -> tuple[int, int]:
+        return -self._matched[waiting.request.id][0], waiting.serial
+
+
+def _blocks(request: Request) -> tuple[int, list[int]]:
+    """Return a block's tokens and the router keys of a prompt's blocks."""
+    size, keys = next(iter(request.keys.items()), (0, None))
+    if keys is not None:
+        return size, keys.tolist()
+    hashes = request.hashes
+    return (request.prompt // len(hashes), hashes[:, 1].tolist()) if len(hashes) else (0, [])

@@ -1,0 +1,165 @@
+"""What tenants use of a fleet: KV residency over time, and the fleet's rates and prices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.control.latency_model.estimates import Estimates
+from pigou.control.state import FleetState
+from pigou.request import SECOND, Request
+
+#: Tokens of a prompt that are shared as one piece.
+_PIECE = 256
+_MIN_TOKEN_S = 1e-9  # seconds of a prompt token
+
+
+@dataclass(frozen=True, slots=True)
+class FleetRates:
+    """What a fleet can do, and what its units cost the others, in seconds of a worker."""
+
+    prefill_tokens_s: float = 0.0  # uncached tokens per second of all workers; 0 if unknown
+    output_tokens_s: float = 0.0
+    kv_tokens: float = 0.0  # KV capacity
+    # prefill and decode share workers, so they are one resource.
+    is_shared: bool = True
+    # prices: own seconds, delay of others (tolls), and evictions (memory price).
+    prefill_s: float = 1e-4  # per uncached token
+    output_s: float = 1e-3  # per output token
+    kv_token_s: float = 0.0  # per token of KV and second
+
+
+def fleet_rates(
+    state: FleetState, known: Estimates, max_streams: NDArray[np.int64],
+    displaced: NDArray[np.float64], written_tokens_s: float,
+) -> FleetRates:  # fmt: skip
+    """Return a fleet's rates and prices of the moment, means over its workers.
+
+        p_prefill = s + n i + m,   p_output = f(n) / n + n (f(n+1) - f(n)) + m,   p_kv = m W / K
+
+    | symbol | meaning |
+    |---|---|
+    | s, i | seconds per uncached token: of the worker, and taken from each of its streams |
+    | n, f | streams of a worker, its seconds between two tokens |
+    | m | memory price: seconds of prefill that a written token pushes out (`displaced`) |
+    | W, K | tokens written per second, KV capacity: a token is in the cache for K / W seconds |
+    """
+    columns = state.columns
+    decodes, prefills = np.flatnonzero(columns.decodes), np.flatnonzero(columns.prefills)
+    if not len(decodes):
+        return FleetRates()
+    if not len(prefills):
+        prefills = decodes
+    token_s = np.maximum(known.prefill_per_token, _MIN_TOKEN_S)
+    limits = np.maximum(max_streams[decodes], 1).astype(np.float64)
+    output_tokens_s = float((limits / known.itl(decodes, limits)).sum())
+    kv_tokens = float((columns.blocks * columns.block_size)[decodes].sum())
+    streams = columns.decode_requests[decodes].astype(np.float64)
+    step_s = known.itl(decodes, np.maximum(streams, 1.0))
+    delay_s = streams * (known.itl(decodes, streams + 1.0) - step_s) * (streams > 0)
+    output_s = float((step_s / np.maximum(streams, 1.0) + delay_s).mean())
+    memory_s = float((displaced * token_s).mean())
+    all_streams = columns.decode_requests[prefills]
+    prefill_s = float((token_s + all_streams * known.interference_token)[prefills].mean())
+    return FleetRates(
+        prefill_tokens_s=float((1.0 / token_s[prefills]).sum()),
+        output_tokens_s=output_tokens_s,
+        kv_tokens=kv_tokens,
+        is_shared=bool((columns.decodes & columns.prefills).any()) or prefills is decodes,
+        prefill_s=prefill_s + memory_s,
+        output_s=output_s + memory_s,
+        kv_token_s=memory_s * written_tokens_s / kv_tokens if kv_tokens else 0.0,
+    )
+
+
+class _HeldPrompt:
+    __slots__ = ("keys", "own", "piece", "tenant")
+
+    def __init__(self, tenant: str, own: int, piece: int, keys: list[tuple[str, int]]) -> None:
+        self.tenant, self.own, self.piece, self.keys = tenant, own, piece, keys
+
+
+class _Holding:
+    __slots__ = ("at", "token_s", "tokens")
+
+    def __init__(self, now: int) -> None:
+        self.tokens, self.token_s, self.at = 0.0, 0.0, now
+
+    def add(self, tokens: float, now: int) -> None:
+        self.token_s += self.tokens * (now - self.at) / SECOND
+        self.tokens += tokens
+        self.at = now
+
+
+class KVResidency:
+    """KV tokens that running requests hold, over time, by tenant; times are nanoseconds.
+
+    A piece of a prompt that k requests on one worker hold costs each of them 1/k, so sharing never
+    raises a bill. Each step costs O(pieces of the prompt), where tenants share them O(tenants).
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[str, _HeldPrompt] = {}
+        # requests of each tenant that hold a piece, by worker and router key of its last block
+        self._holders: dict[tuple[str, int], dict[str, int]] = {}
+        self._held: dict[str, _Holding] = {}
+
+    def began(self, request: Request, worker: str, now: int) -> None:
+        """Add a request's prompt on a worker."""
+        self.ended(request.id, now)
+        piece, keys = 0, []
+        block_size, block_keys = next(iter(request.keys.items()), (0, None))
+        if block_keys is not None and block_size > 0:
+            stride = max(1, _PIECE // block_size)
+            piece = stride * block_size
+            keys = [(worker, key) for key in block_keys[stride - 1 :: stride].tolist()]
+        own = max(0, request.prompt - piece * len(keys))
+        run = self._runs[request.id] = _HeldPrompt(request.tenant, own, piece, keys)
+        self._holding(run.tenant, now).add(own, now)
+        for key in keys:
+            self._share(key, run, 1, now)
+
+    def grew(self, request: str, tokens: int, now: int) -> None:
+        """Add output tokens."""
+        run = self._runs.get(request)
+        if run is not None:
+            run.own += tokens
+            self._holding(run.tenant, now).add(tokens, now)
+
+    def ended(self, request: str, now: int) -> None:
+        """Remove a request."""
+        run = self._runs.pop(request, None)
+        if run is not None:
+            self._holding(run.tenant, now).add(-run.own, now)
+            for key in run.keys:
+                self._share(key, run, -1, now)
+
+    def token_s(self, tenant: str, now: int) -> float:
+        """Return the tokens times seconds that a tenant held so far."""
+        held = self._held.get(tenant)
+        return 0.0 if held is None else held.token_s + held.tokens * (now - held.at) / SECOND
+
+    def _holding(self, tenant: str, now: int) -> _Holding:
+        held = self._held.get(tenant)
+        if held is None:
+            held = self._held[tenant] = _Holding(now)
+        return held
+
+    def _share(self, key: tuple[str, int], run: _HeldPrompt, change: int, now: int) -> None:
+        """Add or remove a holder of a piece, and divide it anew."""
+        holders = self._holders.setdefault(key, {})
+        before = sum(holders.values())
+        after, own = before + change, holders.get(run.tenant, 0)
+        holders[run.tenant] = own + change
+        if before and after and len(holders) == 1:
+            return  # a tenant's requests share it among themselves
+        for tenant, count in holders.items():
+            was = (own if tenant == run.tenant else count) / before if before else 0.0
+            share = count / after if after else 0.0
+            self._holding(tenant, now).add(run.piece * (share - was), now)
+        if not holders[run.tenant]:
+            del holders[run.tenant]
+        if not holders:
+            del self._holders[key]
