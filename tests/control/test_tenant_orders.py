@@ -28,7 +28,12 @@ def put(
     held = {} if keys is None else {4: np.array(keys, dtype=np.uint64)}
     request = Request(f"r{serial}", prompt, most, tenant=tenant, keys=held)
     one = QueuedRequest(
-        request, now, prompt if uncached is None else uncached, output, weight, serial=serial
+        request,
+        now,
+        prompt if uncached is None else uncached,
+        output=output,
+        weight=weight,
+        serial=serial,
     )
     where.add(one)
     return one
