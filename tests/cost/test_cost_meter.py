@@ -164,3 +164,32 @@ def test_the_first_reply_in_one_piece_pays_its_prompts_seconds_as_its_worker_mea
         assert usage.prefill_gpu_s == pytest.approx(expected_s, abs=0.002)
         assert usage.uncached_tokens == 400
         assert usage.decode_gpu_s == pytest.approx((end - began) / SECOND - expected_s, abs=0.002)
+
+
+def test_kv_is_billed_for_as_long_as_it_is_held_and_shared_in_equal_parts() -> None:
+    """A slow reader pays for 10 s what a quick one pays for 1 s; a common prefix is halved."""
+    meter = cost_meter()
+    plane = MeteredControlPlane(ControlConfig(policy="random"), meter)
+    plane.observe(WorkerUp(Worker("w", "")), 0)
+    keys = {16: np.arange(1, 17, dtype=np.uint64)}  # 256 tokens
+    for name in ("slow", "quick"):
+        plane.submit(Request(name, 300, 10, tenant=name, keys=keys), 0)
+    plane.observe(Ended("quick", FinishReason.STOP), SECOND)
+    meter.settle(4 * SECOND)
+    assert meter.bills["slow"].kv_token_s == pytest.approx(4 * 44 + 128 + 3 * 256)
+    plane.observe(Ended("slow", FinishReason.ABORT), 10 * SECOND)
+    usages = {key.tenant: usage for key, usage in meter.bill(20 * SECOND).usages.items()}
+    assert usages["quick"].kv_token_s == pytest.approx(44 + 128)
+    assert usages["slow"].kv_token_s == pytest.approx(10 * 44 + 128 + 9 * 256)
+    assert meter.bills["slow"].kv_token_s == usages["slow"].kv_token_s
+
+
+def test_written_tokens_pay_for_the_cached_ones_that_they_push_out() -> None:
+    meter = cost_meter()
+    plane = MeteredControlPlane(ControlConfig(policy="random"), meter)
+    plane.observe(WorkerUp(Worker("w", "")), 0)
+    meter.displaced = {"w": 0.25}
+    plane.submit(Request("r", 100, 10, sequences=3), 0)
+    plane.on_tokens(np.array([plane.slot("r")]), np.array([8]), SECOND)
+    assert meter.bills["r"].displaced_tokens == 27.0
+    assert (meter.bills["r"].requests, meter.bills["r"].sequences) == (1, 3)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ControlConfig
+from pigou.control.admission.usage_prices import KVResidency
 from pigou.control.messages import (
     Action,
     CacheChanged,
@@ -56,6 +57,7 @@ class _Routed:
     computes: WorkerMeter | None = None  # until its prompt is computed
     decodes: WorkerMeter | None = None
     due_ns: int = 0  # expected end of a prompt that no driver reports; else 0
+    kv_token_s: float = 0.0  # charged so far
 
 
 class CostMeter:
@@ -72,6 +74,9 @@ class CostMeter:
         self.bills: OrderedDict[str, Usage] = OrderedDict()  # last requests by id
         self.owners: dict[str, str] = {}  # tenants of `bills`
         self.rate, self.model, self.workload = rate, model, workload
+        #: recomputed tokens per token written, by worker (`PrefixIndex.recomputed_share`)
+        self.displaced: Mapping[str, float] = {}
+        self._kv = KVResidency()
         self._usages: dict[UsageKey, Usage] = {}
         self._submitted: dict[str, Request] = {}
         self._routed: dict[str, _Routed] = {}
@@ -102,6 +107,8 @@ class CostMeter:
         self._settled_ns = now
         for worker in self.workers.values():
             worker.settle(now)
+        for request, routed in self._routed.items():
+            self._charge_kv(request, routed, now)
 
     def stores(self, worker: str, tiers: Mapping[str, float]) -> None:
         """Set a worker's tiers beyond the device since its start: bytes by name."""
@@ -184,13 +191,18 @@ class CostMeter:
             del self.owners[self.bills.popitem(last=False)[0]]
         payer = Payer((self._usages.setdefault(key, Usage()), bill))
         payer.add("requests", 1)
+        payer.add("sequences", request.sequences)
         payer.add("cached_tokens", min(choice.computed, request.prompt - 1))
+        moved = 0 if choice.read is None else choice.read.tokens
+        payer.add("read_tokens", moved + (0 if choice.prefill is None else request.prompt))
         worker = self.workers.get(choice.prefill or choice.decode)
         decode = self.workers.get(choice.decode)
         routed = self._routed[request.id] = _Routed(request, route, payer, worker, decode)
+        self._kv.began(request, choice.decode, now)
         if worker is None:
             return
         uncached = max(request.prompt - choice.computed, 1)
+        self._write(payer, choice.prefill or choice.decode, uncached)
         if not request.streamed and choice.prefill is None:
             routed.due_ns = now + round(worker.prompt_seconds(uncached) * SECOND)
         restore_s = 0.0 if choice.read is None else choice.read.seconds
@@ -245,6 +257,8 @@ class CostMeter:
             ended_ns, routed.due_ns = min(routed.due_ns, now), 0
             self._computed(request, ended_ns, is_seen=False)
         routed.payer.add("output_tokens", count)
+        self._kv.grew(request, count, now)
+        self._write(routed.payer, routed.route.choice.decode, count)
         if routed.decodes is not None:
             routed.decodes.stream_tokens(request, count, now)
 
@@ -252,10 +266,23 @@ class CostMeter:
         routed = self._routed.pop(request, None)
         if routed is None:
             return
+        self._charge_kv(request, routed, now)
+        self._kv.ended(request, now)
         if routed.computes is not None:
             routed.computes.prompt_ended(request, now, computed=False)
         if routed.decodes is not None:
             routed.decodes.stream_ended(request, now)
+
+    def _charge_kv(self, request: str, routed: _Routed, now: int) -> None:
+        held = self._kv.request_token_s(request, now)
+        routed.payer.add("kv_token_s", held - routed.kv_token_s)
+        routed.kv_token_s = held
+
+    def _write(self, payer: Payer, worker: str, tokens: int) -> None:
+        """Charge the cached tokens that written ones push out, at the price of the moment."""
+        share = self.displaced.get(worker, 0.0)
+        if share > 0.0:
+            payer.add("displaced_tokens", tokens * share)
 
     def _tick(self, now: int) -> None:
         for request, routed in self._routed.items():
@@ -300,5 +327,7 @@ class MeteredControlPlane(ControlPlane):
     def tick(self, now: int) -> Sequence[Action]:
         """As `ControlPlane.tick`."""
         decisions = super().tick(now)
+        shares = self.index.recomputed_share(self.state.ids)
+        self.cost_meter.displaced = dict(zip(self.state.ids, shares.tolist(), strict=True))
         self.cost_meter.follow(Tick(), decisions, now)
         return decisions

@@ -34,9 +34,14 @@ class Usage:
     """Tokens, GPU-seconds, dollars and joules of some requests so far."""
 
     requests: int = 0
+    sequences: int = 0
     uncached_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    read_tokens: int = 0  # KV moved between workers: remote reads, and prompts prefilled elsewhere
+    kv_token_s: float = 0.0  # KV tokens times seconds held; a shared prefix costs each holder 1/k
+    # cached tokens of anybody that will be computed again, for what was written (memory price).
+    displaced_tokens: float = 0.0
     prefill_gpu_s: float = 0.0  # GPU-seconds
     restore_gpu_s: float = 0.0  # GPU-seconds of reading cached prefixes
     decode_gpu_s: float = 0.0

@@ -75,10 +75,12 @@ def fleet_rates(
 
 
 class _HeldPrompt:
-    __slots__ = ("keys", "own", "piece", "tenant")
+    __slots__ = ("began", "held", "keys", "piece", "tenant")
 
-    def __init__(self, tenant: str, own: int, piece: int, keys: list[tuple[str, int]]) -> None:
-        self.tenant, self.own, self.piece, self.keys = tenant, own, piece, keys
+    def __init__(self, tenant: str, piece: int, keys: list[tuple[str, int]], now: int) -> None:
+        self.tenant, self.piece, self.keys = tenant, piece, keys
+        self.held = _Holding(now)  # tokens that nobody shares
+        self.began = 0.0  # sum of `_Piece.part_s` when it began
 
 
 class _Holding:
@@ -92,6 +94,21 @@ class _Holding:
         self.tokens += tokens
         self.at = now
 
+    def until(self, now: int) -> float:
+        return self.token_s + self.tokens * (now - self.at) / SECOND
+
+
+class _Piece:
+    __slots__ = ("at", "count", "holders", "part_s")
+
+    def __init__(self, now: int) -> None:
+        self.holders: dict[str, int] = {}  # requests by tenant
+        self.count, self.part_s, self.at = 0, 0.0, now
+
+    def until(self, now: int) -> float:
+        """Return the integral of 1 / holders, in seconds."""
+        return self.part_s + ((now - self.at) / SECOND / self.count if self.count else 0.0)
+
 
 class KVResidency:
     """KV tokens that running requests hold, over time, by tenant; times are nanoseconds.
@@ -102,9 +119,8 @@ class KVResidency:
 
     def __init__(self) -> None:
         self._runs: dict[str, _HeldPrompt] = {}
-        # requests of each tenant that hold a piece, by worker and router key of its last block
-        self._holders: dict[tuple[str, int], dict[str, int]] = {}
-        self._held: dict[str, _Holding] = {}
+        self._pieces: dict[tuple[str, int], _Piece] = {}  # by worker and router key of its end
+        self._tenants: dict[str, _Holding] = {}
 
     def began(self, request: Request, worker: str, now: int) -> None:
         """Add a request's prompt on a worker."""
@@ -115,43 +131,57 @@ class KVResidency:
             stride = max(1, _PIECE // block_size)
             piece = stride * block_size
             keys = [(worker, key) for key in block_keys[stride - 1 :: stride].tolist()]
-        own = max(0, request.prompt - piece * len(keys))
-        run = self._runs[request.id] = _HeldPrompt(request.tenant, own, piece, keys)
-        self._holding(run.tenant, now).add(own, now)
+        run = self._runs[request.id] = _HeldPrompt(request.tenant, piece, keys, now)
+        self.grew(request.id, max(0, request.prompt - piece * len(keys)), now)
         for key in keys:
             self._share(key, run, 1, now)
+        run.began = self._parts_s(run, now)
 
     def grew(self, request: str, tokens: int, now: int) -> None:
         """Add output tokens."""
         run = self._runs.get(request)
         if run is not None:
-            run.own += tokens
+            run.held.add(tokens, now)
             self._holding(run.tenant, now).add(tokens, now)
 
     def ended(self, request: str, now: int) -> None:
         """Remove a request."""
         run = self._runs.pop(request, None)
         if run is not None:
-            self._holding(run.tenant, now).add(-run.own, now)
+            self._holding(run.tenant, now).add(-run.held.tokens, now)
             for key in run.keys:
                 self._share(key, run, -1, now)
 
     def token_s(self, tenant: str, now: int) -> float:
         """Return the tokens times seconds that a tenant held so far."""
-        held = self._held.get(tenant)
-        return 0.0 if held is None else held.token_s + held.tokens * (now - held.at) / SECOND
+        held = self._tenants.get(tenant)
+        return 0.0 if held is None else held.until(now)
+
+    def request_token_s(self, request: str, now: int) -> float:
+        """Return the tokens times seconds of a running request; 0 where it is unknown."""
+        run = self._runs.get(request)
+        if run is None:
+            return 0.0
+        return run.held.until(now) + run.piece * (self._parts_s(run, now) - run.began)
+
+    def _parts_s(self, run: _HeldPrompt, now: int) -> float:
+        return sum(self._pieces[key].until(now) for key in run.keys)
 
     def _holding(self, tenant: str, now: int) -> _Holding:
-        held = self._held.get(tenant)
+        held = self._tenants.get(tenant)
         if held is None:
-            held = self._held[tenant] = _Holding(now)
+            held = self._tenants[tenant] = _Holding(now)
         return held
 
     def _share(self, key: tuple[str, int], run: _HeldPrompt, change: int, now: int) -> None:
         """Add or remove a holder of a piece, and divide it anew."""
-        holders = self._holders.setdefault(key, {})
-        before = sum(holders.values())
-        after, own = before + change, holders.get(run.tenant, 0)
+        piece = self._pieces.get(key)
+        if piece is None:
+            piece = self._pieces[key] = _Piece(now)
+        piece.part_s, piece.at = piece.until(now), now
+        holders, before = piece.holders, piece.count
+        after = piece.count = before + change
+        own = holders.get(run.tenant, 0)
         holders[run.tenant] = own + change
         if before and after and len(holders) == 1:
             return  # a tenant's requests share it among themselves
@@ -162,4 +192,4 @@ class KVResidency:
         if not holders[run.tenant]:
             del holders[run.tenant]
         if not holders:
-            del self._holders[key]
+            del self._pieces[key]

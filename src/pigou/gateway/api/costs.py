@@ -122,6 +122,14 @@ def cost_families(meter: CostMeter) -> Iterator[Metric]:
         marginal = [(labels, usage.marginal_usd) for labels, usage in usages.items()]
         text = "Dollars that requests added to steps."
         yield counter_family("pigou_cost_marginal_usd", text, marginal, *who)
+    for name, field, text in (
+        ("sequences", "sequences", "Sequences that were sent to workers."),
+        ("kv_token_seconds", "kv_token_s", "KV tokens times seconds that requests held."),
+        ("read_tokens", "read_tokens", "Tokens of KV that were moved between workers."),
+        ("displaced_tokens", "displaced_tokens", "Cached tokens that requests pushed out."),
+    ):
+        used = [(labels, getattr(usage, field)) for labels, usage in usages.items()]
+        yield counter_family(f"pigou_cost_{name}", text, used, *who)
     for name, text, value in (
         ("pigou_cost_fleet_usd", "Dollars of all workers that were up.", bill.usd),
         ("pigou_cost_idle_usd", "Dollars of idle GPU time.", bill.idle_usd),
