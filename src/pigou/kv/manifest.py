@@ -12,6 +12,8 @@ from pigou.request import NEVER
 
 #: Fields of a tenure whose values change versions; `session` names an agent's session.
 FIELDS = ("corpus", "principal", "permissions", "tools", "template", "safety", "session")
+#: Separates a principal from its session; no header can hold it.
+SESSION = "\x1f"
 #: Separates a corpus from the version that a request states, `handbook@7`.
 AT = "@"
 
@@ -38,7 +40,7 @@ class Bound:
 class Manifest:
     """Entries by tenant, field and value; merging is commutative, so that gateways agree."""
 
-    def __init__(self, max_entries: int = 65_536) -> None:
+    def __init__(self, max_entries: int = 32_768) -> None:
         self.max_entries, self.serial = max_entries, 0
         self.entries: dict[tuple[str, str, str], ManifestEntry] = {}
 
@@ -87,7 +89,8 @@ class Manifest:
         """Yield the entry of each of a tenure's values, in a fixed order."""
         find, tenant = self.entries.get, tenure.tenant
         corpus = tenure.corpus.rpartition(AT)[0] or tenure.corpus
-        for field, value in (("corpus", corpus), ("principal", tenure.principal),
+        principal, _, session = tenure.principal.partition(SESSION)
+        for field, value in (("corpus", corpus), ("principal", principal), ("session", session),
                              ("template", tenure.template), ("safety", tenure.safety)):  # fmt: skip
             yield find((tenant, field, value)) if value else None
         for field, values in (("permissions", tenure.permissions), ("tools", tenure.tools)):

@@ -26,7 +26,7 @@ from pigou.fleet.peers.exchange import (
 )
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.proxy.upstream import Engine
-from pigou.request import Request, Worker
+from pigou.request import NEVER, Request, Worker
 from pigou.wire.fleet_secret import FleetSecret
 
 SECRET = FleetSecret("a secret of one fleet")
@@ -292,3 +292,29 @@ def test_passwords_are_in_no_log() -> None:
     assert public_address("nats://me:secret@host:4222") == "nats://host:4222"
     assert public_address("nats://host:4222") == "nats://host:4222"
     assert public_address("me:secret@host:4222/queue?lease=2") == "host:4222/queue?lease=2"
+
+
+def test_a_change_of_the_manifest_reaches_all_gateways_and_those_that_join() -> None:
+    async def run() -> None:
+        hub = MemoryHub()
+        async with linked(hub) as (a, b):
+            a._caches.change("t", "corpus", "c", "2", 1, NEVER)
+            key = ("t", "corpus", "c")
+            await until(lambda: key in b._caches.manifest.entries)
+            assert not a._caches.changed
+            joins = node(hub, "w0")
+            joins.start()
+            assert not joins._caches.in_touch()  # a change could be unknown here
+            await until(lambda: key in joins._caches.manifest.entries)
+            hub.drops = True
+            a._caches.change("t", "corpus", "c", "3", 1, NEVER)
+            await until(lambda: not a._caches.changed)
+            hub.drops = False
+            await until(lambda: b._caches.manifest.entries[key].version == "3")
+            await until(lambda: b._caches.in_touch())
+            b._bus.connected = False  # type: ignore[misc]
+            assert not b._caches.in_touch()  # so that nothing is found
+            b._bus.connected = True  # type: ignore[misc]
+            await joins.stop()
+
+    asyncio.run(run())

@@ -21,10 +21,13 @@ from pigou.control.peers.bookings import (
     WorkerBookings,
 )
 from pigou.control.plane import ControlPlane
+from pigou.kv.manifest import Manifest, ManifestEntry
 from pigou.request import SECOND, Counts
 
 #: Messages kept for resending; beyond them a snapshot is sent.
 BUFFERED = 256
+#: Entries of the manifest in one message.
+_ENTRIES = 2048
 #: Predicted prompts of a snapshot.
 _PROMPTS = 256
 #: Maximum interval of messages: silence means that a gateway is gone.
@@ -51,6 +54,8 @@ class PeerPublisher:
         self._tenants: dict[str, TenantService] = {}
         self._prompts: deque[PredictedPrompt] = deque(maxlen=_PROMPTS)
         self._sent: deque[tuple[PeerState, int]] = deque(maxlen=BUFFERED)
+        self.manifest = Manifest()  # the gateway's, with its changes to be sent
+        self.changed: list[ManifestEntry] = []
 
     def changes(
         self, now: int, heard: Mapping[str, tuple[int, int]], name: Callable[[str], str] = str
@@ -64,15 +69,17 @@ class PeerPublisher:
         prompts = tuple(PredictedPrompt(name(p.worker), p.keys) for p in predicted)
         prompts = tuple(prompt for prompt in prompts if prompt.worker)
         predicted.clear()
+        manifest = tuple(self.changed)
+        self.changed.clear()
         due = not self._sent or now - self._sent[-1][1] >= HEARTBEAT_NS
-        if not (workers or tenants or prompts or due):
+        if not (workers or tenants or prompts or manifest or due):
             return None
         self.seq += 1
         self.began_at = self.began_at or now
         self._workers.update((bookings.worker, bookings) for bookings in workers)
         self._tenants.update((service.tenant, service) for service in tenants)
         self._prompts += prompts
-        state = PeerState(self.gateway, self.seq, workers, tenants, prompts, dict(heard))
+        state = PeerState(self.gateway, self.seq, workers, tenants, prompts, dict(heard), manifest)
         self._sent.append((state, now))
         return state
 
@@ -83,7 +90,12 @@ class PeerPublisher:
             return [s for s, _ in self._sent if request.first <= s.seq <= request.last]
         workers = tuple(b for b in self._workers.values() if any(b.counts))
         tenants, prompts = tuple(self._tenants.values()), tuple(self._prompts)
-        return [PeerState(self.gateway, self.seq, workers, tenants, prompts, snapshot=True)]
+        entries = tuple(self.manifest.entries.values())
+        return [
+            PeerState(self.gateway, self.seq, workers, tenants, prompts, snapshot=True),
+            *(PeerState(self.gateway, self.seq, manifest=entries[first : first + _ENTRIES])
+              for first in range(0, len(entries), _ENTRIES)),
+        ]  # fmt: skip
 
     def farewell(self) -> PeerState:
         """Return the last message, which withdraws this gateway's load."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import secrets
 import socket
@@ -21,6 +22,7 @@ from pigou.control.peers.bookings import PeerState, ResendRequest, SyncMessage
 from pigou.control.peers.sync import PeerPublisher, PeerReceiver
 from pigou.fleet.nats_connection import ReconnectBackoff
 from pigou.fleet.peers.bus import BusError, PeerBus
+from pigou.gateway.caches.layers import Caches
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.request import SECOND
 from pigou.wire.fleet_secret import FleetSecret
@@ -34,6 +36,8 @@ MAX_SKEW_MS = 60_000
 _log = logging.getLogger("pigou.fleet")
 #: Seconds between two messages with changes, and between two looks at who fell silent.
 PUBLISH_S, LOOK_S = 0.02, 0.1
+#: Seconds after a greeting from which cached artifacts may be served again.
+_IN_TOUCH_S = 1.0
 #: Timeout in seconds for stopping the exchange.
 _END_S = 1.0
 #: Between tries to reach the bus.
@@ -91,13 +95,21 @@ def _array(_: Any, value: Any) -> Any:
 class PeerExchange:
     """Publishes this gateway's changes on a bus, and applies other gateways'."""
 
-    def __init__(self, plane_driver: PlaneDriver, bus: PeerBus, secret: FleetSecret) -> None:
+    def __init__(
+        self, plane_driver: PlaneDriver, bus: PeerBus, secret: FleetSecret,
+        caches: Caches | None = None,
+    ) -> None:  # fmt: skip
         self.name = f"{socket.gethostname().replace('.', '-')}-{secrets.token_hex(4)}"
         self.rejected = 0  # rejected messages
         self._plane_driver, self._bus = plane_driver, bus
         self._envelope = PeerEnvelope(secret)
         self._publisher = PeerPublisher(self.name, plane_driver.plane)
         self._receiver = PeerReceiver(self._publisher)
+        self._caches, self._greeted = Caches() if caches is None else caches, math.inf
+        self._publisher.manifest = self._caches.manifest
+        self._publisher.changed = self._caches.changed
+        self._caches.is_shared = True
+        self._caches.in_touch = self._in_touch
         self._names: dict[str, str] = {}
         self._ids: dict[str, str] = {}
         self._outbox: list[SyncMessage] = []
@@ -158,7 +170,12 @@ class PeerExchange:
         self._greet()
         return 0
 
+    def _in_touch(self) -> bool:
+        """True once the answers to a greeting must have come, while the bus is up."""
+        return self._bus.connected and time.monotonic() > self._greeted + _IN_TOUCH_S
+
     def _greet(self) -> None:
+        self._greeted = time.monotonic()
         self._outbox.append(self._receiver.hello())
 
     async def _publish(self) -> None:
@@ -190,6 +207,7 @@ class PeerExchange:
             if message.to in ("", self.name) and message.gateway != self.name:
                 self._outbox += self._publisher.answer(message)
             return
+        self._caches.merge(message.manifest)
         observation, request = self._receiver.receive(message, time.monotonic_ns())
         if isinstance(observation, PeerReport):
             observation = self._in_own_ids(observation)

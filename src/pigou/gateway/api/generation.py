@@ -86,6 +86,7 @@ class GenerationAPI:
             gateway.startup.check(gateway.routing.decodes)
             headers = read_tenure_headers(request.headers)
             tenure = key.policy.apply(key.tenant, headers, time.time_ns())
+            tenure = gateway.caches.in_session(tenure, request.headers)
             overrides = read_overrides(request.headers.get(ROUTING_HEADER))
             data = await read_json(request, config.max_body)
             sent, translation = data, None

@@ -87,6 +87,7 @@ class Passthrough:
         self._gateway.shutdown.check_open()
         key, headers = current_key(), read_tenure_headers(request.headers)
         tenure = key.policy.apply(key.tenant, headers, time.time_ns())
+        tenure = self._gateway.caches.in_session(tenure, request.headers)
         path = request.rel_url.raw_path
         check_path(path, request)
         pools = path in POOLED_PATHS

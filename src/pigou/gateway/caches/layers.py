@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 
 from pigou.config import ConfigError, check_bounds
-from pigou.kv.manifest import Bound, Manifest, ManifestEntry
+from pigou.kv.manifest import SESSION, Bound, Manifest, ManifestEntry
 from pigou.kv.tenure import Purpose, Tenure
 from pigou.kv.tenured_cache import TenuredCache
 from pigou.kv.tier_config import parse_size
 from pigou.registry import read_struct
-from pigou.request import SECOND
+from pigou.request import NEVER, SECOND
 from pigou.wire.errors import bad_request
 
 
@@ -42,6 +42,10 @@ PURPOSES = {
 CACHE_HEADER = "x-pigou-cache"
 SAMPLED, SEMANTIC = "sampled", "semantic"
 _SECONDS = re.compile(r"[0-9]{1,9}", re.ASCII)
+_SESSION = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+#: Header that names an agent's session, and seconds that one lasts unless its tenure says, at most.
+SESSION_HEADER = "x-pigou-session"
+SESSION_TTL_S, MAX_SESSION_TTL_S = 3600, 86_400
 _MAX_STREAM_BYTES = 2**21
 #: Stands for all tenants in `tenants`.
 EVERYBODY = "*"
@@ -150,6 +154,15 @@ def read_caches(texts: Iterable[str]) -> dict[CacheLayer, CacheOption]:
     return options
 
 
+def check_session(session: str) -> None:
+    """Raise `APIError` 400 for a text that names no session."""
+    if not _SESSION.fullmatch(session):
+        raise bad_request(
+            f"{SESSION_HEADER} is {session[:40]!r}; it must have 1 to 128 letters, digits or any "
+            "of ._:-", SESSION_HEADER,
+        )  # fmt: skip
+
+
 class Caches:
     """All layers of a gateway, and the manifest that voids what they hold."""
 
@@ -160,9 +173,27 @@ class Caches:
             layer: TenuredCache(option.size, self.manifest, option.quota, option.policy)
             for layer, option in self.options.items()
         }
-        self.changed: list[ManifestEntry] = []  # entries for other gateways
+        self.is_shared = False  # True if changes go to other gateways
+        self.changed: list[ManifestEntry] = []  # those that are to be sent
         #: False while a change on another gateway could be missed: then nothing is found.
         self.in_touch: Callable[[], bool] = lambda: True
+
+    def in_session(self, tenure: Tenure, headers: Mapping[str, str]) -> Tenure:
+        """Return the tenure of a request within its session, if its headers name one."""
+        session = headers.get(SESSION_HEADER)
+        if session is None:
+            return tenure
+        check_session(session)
+        now = time.time_ns()
+        if tenure.expiry == NEVER:
+            tenure = tenure.lasting(SESSION_TTL_S * SECOND, now)
+        if tenure.expiry > now + MAX_SESSION_TTL_S * SECOND:
+            raise bad_request(
+                f"{SESSION_HEADER} is given, and a tenure of over {MAX_SESSION_TTL_S} s; send a "
+                "shorter X-Pigou-Tenure-TTL.", SESSION_HEADER,
+            )  # fmt: skip
+        tenure = replace(tenure, principal=f"{tenure.principal}{SESSION}{session}")
+        return self.manifest.bind(tenure).tenure
 
     def bind(self, layer: CacheLayer, tenure: Tenure) -> Bound:
         """Return a tenure for a layer, bound to the present manifest."""
@@ -193,7 +224,8 @@ class Caches:
         entry = self.manifest.change(tenant, field, value, version, time.time_ns(), until)
         if entry is None:
             return None
-        self.changed.append(entry)
+        if self.is_shared:
+            self.changed.append(entry)
         return self._sweep(entry, changed_at)
 
     def merge(self, entries: Iterable[ManifestEntry]) -> None:
