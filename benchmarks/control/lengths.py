@@ -38,7 +38,7 @@ FILES = {
     "azure": "azure/AzureLLMInferenceTrace_code.csv.zst",
 }
 #: Simulated fleet of each trace; rows are few, so that requests queue.
-MAX_SEQS = {"agent": 16, "azure": 16}
+MAX_SEQS = {"agent": 8, "azure": 8}
 PREDICTORS = ("oracle:0", "oracle:0.3", "oracle:0.6", "oracle:1", "online", "trained")
 #: Longest prompt taken from a trace, in tokens.
 MAX_PROMPT = 120_000
@@ -51,10 +51,11 @@ def specs_of(name: str, root: Path) -> list[RequestSpec]:
     return [replace(spec, think_ns=0) for spec in every if spec.prompt_tokens <= MAX_PROMPT]
 
 
-def arrivals(specs: Sequence[RequestSpec], rate: float, seed: int) -> OpenLoop:
-    """Return requests in a random order with Poisson arrivals, each a session of its own."""
+def arrivals(specs: Sequence[RequestSpec], rate: float, seed: int, cv: float = 1.0) -> OpenLoop:
+    """Return requests in a random order with Gamma gaps, each a session of its own."""
     rng = np.random.default_rng(seed)
-    starts = np.cumsum(rng.exponential(1.0 / rate, len(specs))) if rate else np.zeros(len(specs))
+    gaps = rng.gamma(cv**-2, cv**2 / rate, len(specs)) if rate else np.zeros(len(specs))
+    starts = np.cumsum(gaps)
     order = rng.permutation(len(specs))
     return OpenLoop(
         tuple(
@@ -109,7 +110,7 @@ class Fleet:
             ageing=self.ageing, engine="pigou",
         )  # fmt: skip
         simulation = Simulation(
-            loop, read_fleet("2xboth"), setup, control, ClientConfig(), seed=seed
+            loop, read_fleet("1xboth"), setup, control, ClientConfig(), seed=seed
         )
         runs = simulation.run().runs
         lengths = simulation.fleet.plane.tracker.lengths
@@ -145,6 +146,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=TRACES)
     parser.add_argument("--where", choices=("gateway", "engine"), default="gateway")
     parser.add_argument("--rho", type=float, default=0.9)
+    parser.add_argument("--cv", type=float, default=2.0)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[11, 12, 13])
     parser.add_argument("--ageing", type=float, default=10.0)
@@ -158,7 +160,7 @@ def main() -> None:
     print(f"{asked.trace}, {asked.where}: {len(specs)} requests at {rate:.2f}/s, rho {asked.rho}")
     rows: dict[str, list[tuple[float, float, float, float]]] = {}
     for seed in asked.seeds:
-        loop = arrivals(specs, rate, seed)
+        loop = arrivals(specs, rate, seed, asked.cv)
         base = fleet.run(loop, "fcfs", seed)
         for predictor in asked.predictors:
             other = fleet.run(loop, predictor, seed)

@@ -6,13 +6,20 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.lib.examples import examples
 
 from pigou.cli import main
-from pigou.config import ConfigError
+from pigou.cli.option_values import read_part
+from pigou.config import ConfigError, ControlConfig
+from pigou.control.journal import JournalHead, JournalRecorder, encode
+from pigou.control.lengths import lexical
+from pigou.control.messages import Ended, FirstToken, WorkerUp
+from pigou.control.plane import ControlPlane
+from pigou.request import FinishReason, Request, Worker
 from pigou.workload.catalogue import TRACES
 from pigou.workload.trace import Trace, TraceSession, Turn, hit_ratio, ordered, sharing
 from pigou.workload.trace_formats import TraceRow, of_rows, read_trace, to_rows
@@ -214,3 +221,39 @@ def test_the_catalogue_names_each_trace_once_with_licence_owner_and_checksum(run
 def test_rows_are_written_as_short_as_they_can_be() -> None:
     session = TraceSession(1.0, "s", (Turn(5, 6),))
     assert list(to_rows(Trace(1.0, (session,)))) == [TraceRow(arrival_s=1.0, input=5, output=6)]
+
+
+def test_lengths_are_learned_from_a_journal_and_begin_a_predictor(run: Run, tmp_path: Path) -> None:
+    config = ControlConfig(lengths={"predictor": "online"})
+    plane, lines = (
+        ControlPlane(config),
+        [encode(JournalHead(format=2, pigou="1", now=0, unix=0, config=config))],
+    )
+    calls = JournalRecorder(plane, lambda entry: lines.append(encode(entry)))
+    calls.observe(WorkerUp(Worker("w", "u")), 0)
+    for number in range(60):
+        tenant, tokens = (("brief", 5), ("wordy", 700))[number % 2]
+        name, now = f"r{number}", 10 * number + 1
+        calls.submit(Request(name, 900, 4096, tenant=tenant, features=lexical("why?")), now)
+        calls.observe(FirstToken(name), now + 1)
+        calls.on_tokens(np.array([calls.slot(name)]), np.array([tokens]), now + 2)
+        calls.observe(Ended(name, FinishReason.STOP), now + 3)
+    journal, model = tmp_path / "journal.jsonl", tmp_path / "lengths.json"
+    journal.write_bytes(b"".join(lines))
+    code, out, _ = run("train", str(journal), str(model), "--share", "0.5")
+    assert code == 0
+    assert "60 answers" in out
+    assert "rank correlation 1.00" in out
+    begun = ControlPlane(
+        ControlConfig(
+            lengths={"predictor": "online"},
+            length_model=read_part("--length-model", str(model), "length_model"),
+        )
+    )
+    assert begun.tracker.lengths is not None
+    ranks = [begun.tracker.lengths.predict(Request("r", 900, 10, tenant=name)).rank
+             for name in ("brief", "wordy")]  # fmt: skip
+    assert ranks[0] < 60
+    assert ranks[1] > 400
+    assert run("train", str(journal), str(model), "--share", "1.5")[0] == 2
+    assert run("train", str(tmp_path / "none"), str(model))[0] == 2

@@ -272,3 +272,11 @@ def test_a_model_file_names_its_features() -> None:
     assert model.features == Online.FEATURES
     with pytest.raises(ConfigError, match="features 1"):
         Online().restore(msgspec.structs.replace(model, features=("prompt",)))
+
+
+def test_a_score_counts_errors_and_ranks() -> None:
+    online = taught((request(tenant="a"), 10), (request(tenant="b"), 1000), times=100)
+    score = online.score
+    assert score.observed == sum(score.buckets) == 200
+    assert score.tau > 0.65  # two lengths: ties
+    assert sum(score.buckets[:5]) > 180  # within a factor of 3

@@ -10,6 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 
 from pigou.config import ControlConfig
+from pigou.control.lengths import LengthScore
 from pigou.control.messages import WorkerUp
 from pigou.control.plane import ControlPlane, Status
 from pigou.control.price_of_anarchy import PoAEstimate, Split
@@ -104,3 +105,14 @@ def test_a_workers_ratio_is_shown_with_its_interval_or_not_at_all() -> None:
         else:
             assert (row["poa"], row["poa_low"]) == (None, None)
             assert "pigou_game_worker_poa{" not in page
+
+
+def test_predicted_lengths_show_their_error_and_rank_correlation() -> None:
+    assert "pigou_length" not in metrics(status(None))
+    score = LengthScore()
+    for predicted, tokens in ((10, 10), (20, 50), (100, 90)):
+        score.note(predicted, tokens)
+    page = metrics(replace(status(None), lengths=score))
+    assert "pigou_length_rank_correlation 1.0" in page
+    assert 'pigou_length_error_ratio_bucket{le="1.25"} 2.0' in page
+    assert "pigou_length_error_ratio_count 3.0" in page

@@ -15,6 +15,7 @@ from tests.fleet.harness import Client, running
 from tests.gateway.stub import Stub
 
 from pigou.config import ConfigError, ControlConfig
+from pigou.control.lengths import lexical
 from pigou.control.plane import ControlPlane
 from pigou.fleet.serve import Serving
 from pigou.gateway.plane_driver import PlaneDriver
@@ -197,6 +198,19 @@ async def test_workers_are_asked_where_the_tokenizer_here_disagrees() -> None:
         finally:
             await plane_driver.stop()
             await runner.cleanup()
+
+
+@pytest.mark.parametrize("predictor", ["mean", "online"])
+async def test_words_are_counted_where_output_lengths_are_predicted(predictor: str) -> None:
+    config = ControlConfig(lengths={"predictor": predictor})
+    driver = PlaneDriver(ControlPlane(config), PromptReader(SPELLER))
+    assert driver.prompts is not None
+    driver.prompts._modes["w"] = (TokenizationMode.GATEWAY, TokenizationMode.GATEWAY)
+    call = call_of({"prompt": "List why."})
+    await driver.read(call)
+    counted = call.request().features
+    assert counted == (lexical("List why.") if predictor == "online" else ())
+    await driver.stop()
 
 
 async def test_without_any_tokenizer_requests_go_on_with_a_guess(

@@ -32,9 +32,9 @@ _PAGES = Override(
     port=Option(help="Port of these pages.", group=_STATUS, name="status_port", default=9090),
 )  # fmt: skip
 _CONTROL = Override(
-    "policy temperature softmax saturation controller operating_points index admission "
-    "tenant_weights max_queued max_queued_tokens max_inflight max_inflight_tokens queue_timeout "
-    "seed"
+    "policy temperature softmax saturation controller operating_points index admission lengths "
+    "length_model tenant_weights max_queued max_queued_tokens max_inflight max_inflight_tokens "
+    "queue_timeout seed"
 )
 
 

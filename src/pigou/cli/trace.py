@@ -155,6 +155,29 @@ def sample(
     typer.echo(f"{count} requests in {out}")
 
 
+@trace.command("train")
+def train(
+    file: Annotated[str, typer.Argument(help="Journal of `pigou serve`.")],
+    out: Annotated[str, typer.Argument(help="File to write, for --length-model.")],
+    share: Annotated[
+        float, typer.Option(help="Share of the answers to learn from; the others test.")
+    ] = 0.8,
+) -> None:
+    """Learn output lengths from a journal, for `pigou serve --lengths online`."""
+    from pigou.cli.option_values import check_json
+    from pigou.workload.journal_file import train_lengths
+
+    check_json(out, "OUT")
+    online, score = train_lengths(file, share)
+    model = msgspec.json.encode({"length_model": online.model()})
+    Path(out).write_bytes(msgspec.json.format(model, indent=0))
+    mean = score.error_sum / score.observed
+    typer.echo(
+        f"{online.model().requests} answers in {out}; on the last {score.observed}, rank "
+        f"correlation {score.tau:.2f} (Kendall), mean error a factor of {mean:.2f}"
+    )
+
+
 @contextmanager
 def _bar() -> Iterator[Watch]:
     console = Console(stderr=True)

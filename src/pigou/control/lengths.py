@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
@@ -31,6 +32,7 @@ _PER_OCTAVE, _BINS = 4, 72
 _FORMAT = 1
 _MAX_SAVED = 512  # nodes written to a file: those with most requests
 _PAIRS = 256  # predictions whose rank correlation is known
+ERRORS = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)  # bounds of `LengthScore.buckets`
 _CUTS = 2.0 ** (np.arange(_BINS + 1) / _PER_OCTAVE)
 
 
@@ -118,20 +120,17 @@ class LengthScore:
 
     def __init__(self) -> None:
         self.observed = 0
-        self.errors: list[float] = []  # longer over shorter, not taken yet; at least 1
+        self.buckets = [0] * (len(ERRORS) + 1)  # predictions by error: longer over shorter length
+        self.error_sum = 0.0
         self._pairs: Floats = np.zeros((2, _PAIRS))
 
     def note(self, predicted: float, tokens: int) -> None:
         """Compare a prediction with what came."""
         self._pairs[:, self.observed % _PAIRS] = predicted, tokens
         self.observed += 1
-        if len(self.errors) < _PAIRS:
-            self.errors.append(max(predicted, tokens) / max(1.0, min(predicted, tokens)))
-
-    def take_errors(self) -> list[float]:
-        """Return the errors since the last call."""
-        errors, self.errors = self.errors, []
-        return errors
+        error = max(predicted, tokens) / max(1.0, min(predicted, tokens))
+        self.buckets[bisect_left(ERRORS, error)] += 1
+        self.error_sum += error
 
     @property
     def tau(self) -> float:

@@ -15,6 +15,7 @@ from pigou.control.admission.queue_order import QueuedRequest, WorkerLimits
 from pigou.control.admission.worker_capacity import UNLIMITED, fastest_ttft_s
 from pigou.control.cache_monitor import CacheMonitor, CacheStatus
 from pigou.control.latency_model.estimates import Estimates
+from pigou.control.lengths import LengthScore
 from pigou.control.lengths import load as load_lengths
 from pigou.control.messages import (
     Action,
@@ -91,6 +92,7 @@ class Status:
     memory: NDArray[np.float64]
     estimates: Estimates
     output: float  # expected output tokens per request
+    lengths: LengthScore | None = None  # predicted output lengths; None for the mean of all
     unknown: str = ""  # why the Price of Anarchy is unknown; empty if it is known
 
 
@@ -329,6 +331,7 @@ class ControlPlane:
             tolls=stream_tolls(estimates, state.columns.decode_requests, output),
             memory=self.index.recomputed_share(state.ids) * estimates.prefill_per_token,
             estimates=estimates, output=output,
+            lengths=None if tracker.lengths is None else tracker.lengths.score,
         )  # fmt: skip
 
     def _unknown(self, now: int) -> str:

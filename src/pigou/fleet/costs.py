@@ -40,6 +40,8 @@ def read_worker_gpus(text: str) -> dict[Role, tuple[str, int]]:
 
 def make_plane(control: ControlConfig, gateway: GatewayConfig) -> ControlPlane:
     """Return a model's control plane, with a cost meter where there are prices, or ConfigError."""
+    if control.lengths.get("predictor") == "oracle":
+        raise ConfigError("lengths is oracle, and only the simulator knows lengths; give online")
     if not gateway.prices:
         for name in ("gpu", "priced_model"):
             if value := getattr(gateway, name):

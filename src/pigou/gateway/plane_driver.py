@@ -109,6 +109,8 @@ class PlaneDriver:
         """Drive a plane; `sibling` is another model's driver, with shared background tasks."""
         self.plane = plane
         self.prompts = prompts
+        if prompts is not None and plane.tracker.lengths is not None:
+            prompts.counts_words = True
         self.background: Background = Background() if sibling is None else sibling.background
         self._journal = journal
         self._recorded: PlaneCalls = (

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from typing import Any
 
 import msgspec
 import numpy as np
-from prometheus_client.core import Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 
 from pigou.control.cache_monitor import CacheStatus
+from pigou.control.lengths import ERRORS
 from pigou.control.plane import Status
 from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.games.price_of_anarchy import Estimate
@@ -163,6 +165,14 @@ def price_families(status: Status, prices: Sequence[Price]) -> Iterator[Metric]:
         samples = [((price.worker,), getattr(price, gauge.name)) for price in prices]
         known = [(worker, value) for worker, value in samples if not math.isnan(value)]
         yield gauge_family(gauge.metadata["name"], gauge.metadata["help"], known, "worker")
+    if status.lengths is not None:
+        text = "Kendall's tau of the last 256 predicted output lengths with those that came."
+        yield gauge_family("pigou_length_rank_correlation", text, status.lengths.tau)
+        text = "Predicted over generated output tokens, or the inverse if that is larger."
+        cuts = zip((*map(str, ERRORS), "+Inf"), accumulate(status.lengths.buckets), strict=True)
+        errors = HistogramMetricFamily("pigou_length_error_ratio", text)
+        errors.add_metric((), list(cuts), status.lengths.error_sum)
+        yield errors
     caching = status.caching
     if not math.isnan(caching.fleet_rho):
         text = "Active KV blocks of the fleet over its device blocks."

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pigou.config import ConfigError
+from pigou.control.lengths import lexical
 from pigou.control.prefix_index.block_keys import chain, token_array
 from pigou.gateway.failure import WorkerFailed
 from pigou.gateway.proxy.upstream import Engine, Upstream
@@ -174,6 +175,7 @@ class _PromptTokens:
     keys: dict[int, BlockKeys]
     ids: msgspec.Raw | None = None
     token_prompt: TokenPrompt | None = None  # for workers that take token ids
+    features: tuple[float, ...] = ()  # words and marks of its text
 
 
 class _PlainMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -201,6 +203,7 @@ class PromptReader:
         self, tokenizer: PromptTokenizer | None = None, *, allow_special_tokens: bool = False,
         token_endpoint: bool = True,
     ) -> None:  # fmt: skip
+        self.counts_words = False  # for predicted output lengths
         self._token_endpoint = token_endpoint  # send ids where a worker has vLLM's endpoint
         self._special = allow_special_tokens
         self._tokenizer = self._ready(tokenizer)
@@ -249,6 +252,7 @@ class PromptReader:
         if run.trace is not None:
             run.trace.phase("hash")
         run.prompt_tokens = max(1, tokens_of_prompt.count)
+        run.features = tokens_of_prompt.features
         if not run.parsed.fields.scores_prompt(run.parsed.chat):
             run.keys = tokens_of_prompt.keys
         run.token_prompt = tokens_of_prompt.token_prompt if self._token_endpoint else None
@@ -268,9 +272,8 @@ class PromptReader:
         if isinstance(source, list) or (mode is TokenizationMode.GATEWAY and tokenizer is not None):
 
             def work() -> _PromptTokens:
-                return _tokenize(
-                    tokenizer if mode is TokenizationMode.GATEWAY else None, run, upstreams, sizes
-                )
+                own = tokenizer if mode is TokenizationMode.GATEWAY else None
+                return _tokenize(own, run, upstreams, sizes, self.counts_words)
 
             size = len(memoryview(fields.messages)) if source is None else len(source)
             return work() if size <= LONG else await self._pool.run(run.parsed.tenant, work)
@@ -367,6 +370,7 @@ def _tokenize(
     run: GatewayRun,
     upstreams: Collection[Upstream],
     sizes: Collection[int],
+    counts_words: bool = False,
 ) -> _PromptTokens:
     """Tokenize a prompt, or pass on its ids."""
     fields, chat = run.parsed.fields, run.parsed.chat
@@ -389,6 +393,8 @@ def _tokenize(
     if run.trace is not None:
         run.trace.phase("tokenize", (("pigou.tokens",), (len(tokens),)))
     tokens_of_prompt = _keyed(_cut(tokens, fields), run, sizes)
+    if counts_words and isinstance(source, str):
+        tokens_of_prompt = replace(tokens_of_prompt, features=lexical(source))
     wanted = run.parsed.single and not fields.echo and fields.truncate_prompt_tokens is None
     if not (wanted and 0 < len(tokens) <= max_context):
         return tokens_of_prompt

@@ -180,6 +180,8 @@ class GatewayRun:
     keys: Mapping[int, BlockKeys] = field(default_factory=dict, repr=False)
     # the prompt for workers that take token ids; None to send text.
     token_prompt: TokenPrompt | None = field(default=None, repr=False)
+    # words and marks of the prompt's text, where output lengths are predicted by them.
+    features: tuple[float, ...] = field(default=(), repr=False)
     cached: int | None = None  # prompt tokens that the worker of leg 1 had; None without one
     choice: Choice | None = None  # the workers that it was sent to last; None before
     held: int = 0  # sequences of the same request that are still to be sent
@@ -254,6 +256,7 @@ class GatewayRun:
             held_tokens=self.held_tokens,
             model=parsed.adapter,
             eligible=eligible,
+            features=self.features,
         )
 
 

@@ -193,11 +193,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     order: Annotated[
         QueueOrder,
         option(
-            "Scheduling order: fcfs, priority or edf; with priority, lower numbers overtake "
-            "prompts under way.",
+            "Scheduling order: fcfs, priority, edf or shortest (fewest predicted output "
+            "tokens); with priority, lower numbers overtake prompts under way.",
             "Scheduling",
         ),
     ] = "priority"
+    ageing: Annotated[
+        float,
+        option("Tokens by which --order shortest favours each second of waiting.", "Scheduling"),
+    ] = 100.0
     repeat: Annotated[int, option("Maximum of steps planned at once.", "Scheduling")] = 8
     speculative_config: Annotated[
         str,

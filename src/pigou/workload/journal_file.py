@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, check_bounds
 from pigou.control import journal
 from pigou.control.journal import (
     JournalEntry,
@@ -20,6 +20,7 @@ from pigou.control.journal import (
     decode_head,
     decode_value,
 )
+from pigou.control.lengths import LengthScore, Online
 from pigou.control.messages import Ended, FirstToken, Submit, Tokens, WorkerUp
 from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.request import NEVER, SECOND, FinishReason, Request
@@ -267,6 +268,28 @@ def read_workload(path: str | Path) -> Trace:
         start = (recorded.start - requests[0].start) / SECOND
         sessions.append(TraceSession(start, scope, (turn,), recorded.request.tenant))
     return ordered(float(size), sessions)
+
+
+def train_lengths(path: str | Path, share: float) -> tuple[Online, LengthScore]:
+    """Learn output lengths from the first `share` of a journal's answers, and score the others.
+
+    The score is of one that learns nothing of the others, but has all answers in its model.
+    """
+    check_bounds("share", share, gt=0, lt=1)
+    answered = [recorded for recorded in _requests(path) if recorded.output]
+    cut = int(share * len(answered))
+    if not 0 < cut < len(answered):
+        raise ConfigError(
+            f"journal: {path} has {len(answered)} answers; two are needed, to learn and to test"
+        )
+    online, score = Online(), LengthScore()
+    for recorded in answered[:cut]:
+        online.observe(recorded.request, recorded.output)
+    for recorded in answered[cut:]:
+        score.note(online.predict(recorded.request).rank, recorded.output)
+    for recorded in answered[cut:]:
+        online.observe(recorded.request, recorded.output)
+    return online, score
 
 
 def _requests(path: str | Path) -> Iterator[_RecordedRequest]:

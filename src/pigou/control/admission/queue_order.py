@@ -138,9 +138,9 @@ class ShortestRemainingParams(
     """Parameters of `ShortestRemaining`."""
 
     # tokens that a request is taken to be shorter by for each second that it waits.
-    ageing: float = 10.0
+    ageing: float = 100.0
     # output tokens that take as long as an uncached prompt token.
-    input_weight: float = 0.0
+    input_weight: float = 0.05
 
     def __post_init__(self) -> None:
         check_bounds("ageing", self.ageing, gt=0, unit=" tokens a second")

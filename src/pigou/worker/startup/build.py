@@ -329,7 +329,7 @@ def _core(
         blocks=blocks, block_size=config.block_size, host_blocks=config.host_blocks,
         max_seqs=config.max_seqs, max_batched_tokens=config.max_batched_tokens,
         max_background_tokens=config.max_background_tokens,
-        max_model_len=min(max_tokens, cache_tokens), order=config.order,
+        max_model_len=min(max_tokens, cache_tokens), order=config.order, ageing=config.ageing,
         prefix_caching=config.prefix_caching, max_repeat=config.repeat,
         max_waiting=config.max_waiting,
         eviction=config.eviction if config.eviction.policy else None,
