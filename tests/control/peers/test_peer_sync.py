@@ -367,3 +367,28 @@ def test_a_request_waits_while_tokens_of_other_gateways_fill_a_worker() -> None:
     node.plane.observe(PeerReport("a", (booking,)), 1)
     decision = node.plane.submit(Request("r", 100, 8), 2)
     assert isinstance(decision, Queue)
+
+
+def test_staleness_is_the_age_of_the_last_word_and_how_long_it_took() -> None:
+    ours, theirs = GatewayNode("a"), GatewayNode("b")
+    assert ours.receiver.staleness_ns(5) == 0
+    state = theirs.publisher.changes(10, {})
+    assert state is not None
+    ours.receiver.receive(state, 30)
+    assert ours.receiver.staleness_ns(30 + HEARTBEAT_NS) >= HEARTBEAT_NS
+
+
+@pytest.mark.parametrize("order", ["fair", "drf", "karma", "dlpm", "market"])
+def test_service_at_another_gateway_counts_in_every_order_of_shares(order: str) -> None:
+    """Two tenants wait here; the one that another gateway served goes second."""
+    node = GatewayNode("a", workers=1, admission={"order": order}, max_inflight=1)
+    node.submit(tenant="first")
+    for tenant in ("served", "new"):
+        for _ in range(2):
+            node.submit(tenant=tenant)
+    for prompt_tokens in (0, 500_000):
+        services = (TenantService("served", prompt_tokens, streams=1),)
+        node.plane.observe(PeerReport("b", (), services), node.now)
+    first = node.plane.queue.next(node.now)
+    assert first is not None
+    assert first.request.tenant == "new"

@@ -20,9 +20,9 @@ _MIN_TOKEN_S = 1e-9  # seconds of a prompt token
 class FleetRates:
     """What a fleet can do, and what its units cost the others, in seconds of a worker."""
 
-    prefill_tokens_s: float = 0.0  # uncached tokens per second of all workers; 0 if unknown
-    output_tokens_s: float = 0.0
-    kv_tokens: float = 0.0  # KV capacity
+    prefill_tokens_s: float = 1e4  # uncached tokens per second of all workers
+    output_tokens_s: float = 1e3
+    kv_tokens: float = 0.0  # KV capacity; 0 if unknown
     # prefill and decode share workers, so they are one resource.
     is_shared: bool = True
     # prices: own seconds, delay of others (tolls), and evictions (memory price).

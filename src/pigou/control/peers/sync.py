@@ -179,6 +179,11 @@ class PeerReceiver:
         """Maximum age of the other gateways' state."""
         return max((feed.lag_ns for feed in self.peers.values()), default=0)
 
+    def staleness_ns(self, now: int) -> int:
+        """Return the age of the oldest gateway's last word."""
+        ages = (now - feed.seen_at + feed.lag_ns for feed in self.peers.values())
+        return max(ages, default=0)
+
     def hello(self) -> ResendRequest:
         """Return a new gateway's request for all snapshots."""
         return ResendRequest(self._publisher.gateway)

@@ -138,6 +138,7 @@ class PeerExchange:
             "gateway": self.name,
             "peers": sorted(receiver.peers),
             "lag_s": receiver.lag_ns / SECOND,
+            "staleness_s": receiver.staleness_ns(time.monotonic_ns()) / SECOND,
             "gaps": receiver.gaps,
             "snapshots": receiver.snapshots,
             "rejected": self.rejected,
@@ -268,6 +269,11 @@ class PeerMetrics(Collector):
             ("bus_up", "Whether the bus between gateways is connected.", health["bus"] == "up"),
             ("gateways", "Other gateways that are heard.", len(health["peers"])),
             ("lag_seconds", "Seconds that messages of other gateways take.", health["lag_s"]),
+            (
+                "staleness_seconds",
+                "Age of the oldest gateway's last word.",
+                health["staleness_s"],
+            ),
         ):
             yield GaugeMetricFamily(f"pigou_peer_{name}", about, value=float(value))
         for name, about in (
