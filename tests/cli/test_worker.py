@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pigou.cli import main
+from pigou.models import ModelError
 
 SLEEP = ("--executor", "sleep", "--model", "bundled", "--blocks", "64")
 
@@ -67,3 +68,16 @@ def test_a_bad_option_is_named_with_its_remedy(
     assert caught.value.code == 2
     shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert words in shown
+
+
+def test_a_model_that_cannot_be_run_is_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*_: object) -> int:
+        raise ModelError("model_type 'bloom' is not supported")
+
+    monkeypatch.setattr("pigou.worker.process.run", run)
+    with pytest.raises(SystemExit) as ended:
+        main(["worker", *SLEEP])
+    assert ended.value.code == 2
+    assert "model_type 'bloom'" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import torch
 from checkpoints import BASE, FAMILIES, VOCAB, make_config, make_tensors, write_checkpoint
 from safetensors.torch import save_file
 
-from pigou.config import EngineConfig
+from pigou.config import EngineConfig, EvictionConfig
 from pigou.models import ModelError
 from pigou.request import SamplingParams
 from pigou.runtime.local_engine import LocalEngine
@@ -104,16 +104,37 @@ def test_what_cannot_be_run_is_refused_by_name(changes: dict[str, Any], message:
         parse_config(make_config("llama", **changes))
 
 
-def test_a_sliding_window_bounds_the_context() -> None:
-    assert parse_config(make_config("mistral", sliding_window=100)).context == 100
-    assert parse_config(make_config("mistral", sliding_window=None)).context == 512
-    assert parse_config(make_config("qwen2", sliding_window=100)).context == 512
-    sliding = make_config("qwen2", sliding_window=100, use_sliding_window=True, max_window_layers=0)
-    assert parse_config(sliding).context == 100
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("mistral", {}), ("qwen2", {"use_sliding_window": True, "max_window_layers": 1})],
+)
+def test_windows_are_those_of_transformers(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    config = make_config(family, sliding_window=20, **changes)
+    write_checkpoint(tmp_path, config)
+    tokens = []
+    for implementation in ("pigou", "transformers"):
+        model = load(tmp_path, "fp32", implementation=implementation)
+        engine = LocalEngine(model, EngineConfig(blocks=40, max_model_len=96, max_batched_tokens=9))
+        prompts = [np.random.default_rng(n).integers(3, 300, size=n) for n in (60, 21, 7)]
+        params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+        tokens.append([output.tokens for output in engine.generate(prompts, params)])
+    assert tokens[0] == tokens[1]
+
+
+def test_windows_that_no_sequence_leaves_are_left_out_and_others_evict_nothing(
+    tmp_path: Path,
+) -> None:
+    model = load(write_checkpoint(tmp_path, make_config("mistral", sliding_window=64)))
+    eviction = EvictionConfig(policy="pigou", recent=8, least=16, interval=16)
+    LocalEngine(model, EngineConfig(blocks=8, max_model_len=64, eviction=eviction))
+    with pytest.raises(ModelError, match="the model has windows"):
+        LocalEngine(model, EngineConfig(blocks=8, max_model_len=96, eviction=eviction))
 
 
 def test_an_engine_longer_than_the_context_is_refused(tmp_path: Path) -> None:
-    model = load(write_checkpoint(tmp_path, make_config("mistral", sliding_window=100)))
+    model = load(write_checkpoint(tmp_path, make_config("mistral", max_position_embeddings=100)))
     with pytest.raises(ModelError, match="max_model_len is 101"):
         LocalEngine(model, EngineConfig(blocks=8, max_model_len=101))
 

@@ -269,7 +269,7 @@ def test_a_quantised_checkpoint_is_served_as_its_plain_numbers(scheme: str, tmp_
 @pytest.mark.parametrize(("keys", "message"), [
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
-    ({"quant_method": "magic"}, "quantization_config"),
+    ({"quant_method": "hqq", "nbits": 4}, "hqq"),
 ])  # fmt: skip
 def test_other_formats_are_refused_by_name(
     keys: dict[str, Any], message: str, tmp_path: Path

@@ -32,6 +32,10 @@ def folder(path: Path, config: dict[str, Any] | None, weights: str = "model.safe
     [
         (None, "model.safetensors", "a folder without config.json"),
         (LLAMA, "", "a folder without weights"),
+        (LLAMA, "pytorch_model.bin", "convert pytorch_model.bin"),
+        (LLAMA | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+         "model.safetensors", "quant_method is 'bitsandbytes', which no worker reads"),
+        (LLAMA | {"quantization_config": {"quant_method": "hqq"}}, "model.safetensors", "'hqq'"),
         (LLAMA | {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}, "m.bin",
          "not supported; supported: llama"),
         (LLAMA | {"architectures": ["NewForCausalLM"], "model_type": "new"}, "m.bin", "'new'"),
@@ -52,6 +56,9 @@ def test_families_of_transformers_pass_where_it_is_installed(
     gemma = LLAMA | {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}
     monkeypatch.setattr("pigou.models.read.find_spec", lambda _: object())
     check_worker(WorkerConfig(model=folder(tmp_path / "m", gemma)))
+    ranks = WorkerConfig(model=folder(tmp_path / "m", gemma), tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 2, .* in one process alone"):
+        check_worker(ranks)
     quantized = folder(tmp_path / "q", gemma | {"quantization_config": {"quant_method": "awq"}})
     with pytest.raises(ConfigError, match="transformers' models have MXFP4 alone"):
         check_worker(WorkerConfig(model=quantized))

@@ -130,7 +130,7 @@ def serve(
         _run(make, workers, progress, gateway.host, fleet.registry)
     except (FleetError, OSError) as error:
         typer.echo(f"pigou serve: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(getattr(error, "status", 1)) from None
 
 
 def _fork_server(fleet: WorkersConfig, typed: Sequence[str]) -> ForkServer | None:

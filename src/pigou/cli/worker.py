@@ -16,6 +16,7 @@ from pigou.config import ConfigError, check_all
 from pigou.fleet.config import LocalWorker
 from pigou.fleet.prefill_queue.messages import PullingConfig
 from pigou.fleet.registry.registration import RegistrationConfig
+from pigou.models import ModelError
 from pigou.registry import require, uncollected
 from pigou.worker.config import WorkerConfig
 
@@ -30,7 +31,6 @@ _ELSEWHERE = {
     "--data-parallel-size": "start more workers: --decode N or --both N",
     "--enable-auto-tool-choice": "leave it out: --tool-call-parser chooses, auto by default",
     "--enable-prefix-caching": "leave it out: it is on, and --no-prefix-caching turns it off",
-    "--enforce-eager": "leave it out: there are no CUDA graphs",
     "--gpu-memory-utilization": "give --memory, as 20GiB, for KV blocks",
     "--max-num-batched-tokens": "give --max-batched-tokens",
     "--max-num-seqs": "give --max-seqs",
@@ -125,6 +125,7 @@ def worker(config: WorkerConfig, registration: RegistrationConfig, pulling: Pull
 
     check_worker(config)
     with uncollected():
+        from pigou.text.tokenizer import TokenizerError
         from pigou.worker.process import run
 
     address = pulling.address(config.role) if pulling.prefill_queue else None
@@ -151,8 +152,8 @@ def worker(config: WorkerConfig, registration: RegistrationConfig, pulling: Pull
     try:
         known = registrar if registration.registry or address else None
         status = run(config, known, registration.advertise)
-    except ConfigError:
-        raise
+    except (ConfigError, ModelError, TokenizerError) as error:
+        raise ConfigError(str(error)) from None
     except (OSError, ValueError) as error:
         typer.echo(f"pigou worker: {error}", err=True)
         raise typer.Exit(1) from None

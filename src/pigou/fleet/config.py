@@ -460,3 +460,7 @@ class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 class FleetError(RuntimeError):
     """The fleet cannot do what was asked; the message says why."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status  # of the command: 2 if what it was given is wrong

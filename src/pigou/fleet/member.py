@@ -89,7 +89,7 @@ class Member:
         self.location = UNKNOWN_LOCATION  # location of its node, in place of the worker's own
         self.stock: bool | None = None  # another engine than Pigou's; None before it was seen
         self.ready = asyncio.Event()  # set once up, or failed for good
-        self.failed = ""  # why it never came up
+        self.failed, self.failed_status = "", 1  # why it never came up, and the command's status
         self.may_fail = False  # a first start that fails is tried again
         self.leaving = False
         self.suspected = ""  # why nothing new is routed to it; empty if trusted
@@ -194,7 +194,7 @@ class Member:
             self.failed = why
         if self.ready.is_set() or self.may_fail or not (misfit or self.source.starts):
             return False
-        self.failed = why
+        self.failed, self.failed_status = why, getattr(error, "status", 1)
         self.say("stopped", why)
         self.ready.set()
         return True

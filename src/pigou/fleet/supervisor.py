@@ -146,7 +146,7 @@ class Supervisor:
             task.cancel()
         for member in members:
             if member.failed and not member.may_fail:
-                raise FleetError(member.failed)
+                raise FleetError(member.failed, member.failed_status)
         await self._discovered()
 
     async def _discovered(self) -> None:

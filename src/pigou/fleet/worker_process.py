@@ -181,7 +181,8 @@ class WorkerProcess:
         code = await self._ended()
         await self._read_rest()
         words = "\n".join(self._tail)
-        raise FleetError(f"{self._name} ended with status {code} before it was ready\n{words}")
+        why = f"{self._name} ended with status {code} before it was ready\n{words}"
+        raise FleetError(why, 2 if code == 2 else 1)
 
     async def exited(self) -> str:
         """Return how it ended; `OUT_OF_MEMORY` if it lacked memory."""

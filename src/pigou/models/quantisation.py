@@ -20,6 +20,8 @@ DTYPE_BYTES = {
 }  # fmt: skip
 #: Compute formats; others are widened to 16 bits.
 _COMPUTE = {"nvfp4": "fp4", "mxfp4": "fp4", "int4": "bfloat16"}
+#: `quant_method` of weights that workers read; MXFP4 is that of experts.
+SERVED = ("fp8", "compressed-tensors", "modelopt", "gptq", "awq", "mxfp4")
 #: Prefixes of `layers.` in a checkpoint's module names.
 _PREFIXES = (
     "model.language_model.", "language_model.model.", "language_model.", "model.", "backbone.",
@@ -290,6 +292,25 @@ class Quantisation:
             f"{self.where}: config_groups has (type, bits, bits of activations) {kind}; known are "
             f"{known}"
         )
+
+
+def served_quantisation(where: str, keys: Mapping[str, Any] | None) -> Quantisation | None:
+    """Return the formats of weights that workers read, None for plain ones; or ConfigError."""
+    if keys is None:
+        return None
+    method = keys.get("quant_method") or ("modelopt" if "quant_algo" in keys else "")
+    unread = ""
+    if method in SERVED:
+        formats = Quantisation(where, keys, "bfloat16")
+        named = [*(form for _, form in formats.groups), *formats.named.values()]
+        kinds = {form.dtype for form in named} - {"fp8", "int8", "int4", "mxfp4"}
+        if not kinds:
+            return formats
+        unread = f" with {', '.join(sorted(kinds))}"
+    raise ConfigError(
+        f"{where}: quant_method is {method!r}{unread}, which no worker reads; give a checkpoint in "
+        f"bf16, or one of {', '.join(SERVED)} with FP8, int8 or int4 weights"
+    )
 
 
 def _bare(name: str) -> str:

@@ -17,8 +17,8 @@ from pigou.models.architecture import Architecture, Extra, LayerKind
 from pigou.models.families import FAMILIES
 from pigou.models.hf_config import HfConfig, quantisation_of, read_config
 from pigou.models.layers import Family, LayerBuilder, decoder_layer
-from pigou.models.quantisation import DTYPE_BYTES, Quantisation
-from pigou.models.rope_parameters import rope_parameters, scaled_context
+from pigou.models.quantisation import DTYPE_BYTES, Quantisation, served_quantisation
+from pigou.models.rope_parameters import check_rope, rope_parameters, scaled_context
 
 #: Keys that imply layers or tensors; refused unless the family reads them.
 _SIZES = re.compile(
@@ -145,8 +145,8 @@ def served_family(config: HfConfig) -> Family:
         raise ModelError(
             f"architectures {names} of model_type {family!r} are not supported; supported: {served}"
         )
-    if keys := quantisation_of(config.values):
-        Quantisation(str(config.path), keys, "bfloat16")  # refuses an unknown format
+    served_quantisation(str(config.path), quantisation_of(config.values))
+    check_rope(config.values)
     activation = config.values.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"hidden_act {activation!r} is not supported; supported: 'silu'")
@@ -158,6 +158,8 @@ def choose_implementation(config: HfConfig, wanted: str) -> str:
 
     Raises ConfigError or ModelError if neither can.
     """
+    keys = quantisation_of(config.values)
+    served_quantisation(str(config.path), keys)
     if wanted != "transformers":
         try:
             served_family(config)
@@ -167,7 +169,7 @@ def choose_implementation(config: HfConfig, wanted: str) -> str:
             reason = f"{error}; "
         else:
             return "pigou"
-    if (quantisation_of(config.values) or {"quant_method": "mxfp4"}).get("quant_method") != "mxfp4":
+    if keys and keys.get("quant_method") != "mxfp4":
         raise ModelError(
             "quantization_config: of quantized weights transformers' models have MXFP4 alone; use "
             "bf16 ones"

@@ -61,6 +61,16 @@ def rope_parameters(source: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     return dict(given), kind
 
 
+def check_rope(source: Mapping[str, Any]) -> None:
+    """Raise ModelError on a rotary embedding that the own implementation does not compute."""
+    given, kind = rope_parameters(source)
+    for name in given.keys() - (COMMON | KEYS[kind]):
+        raise ModelError(f"rope parameter {name!r} of {kind!r} is not supported")
+    partial = given.get("partial_rotary_factor", source.get("partial_rotary_factor", 1.0))
+    if partial not in (None, 1.0):
+        raise ModelError(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
+
+
 def parameter(given: Mapping[str, Any], name: str) -> float:
     """Return a required parameter; raises ModelError unless it is a number above 0."""
     value = given.get(name)

@@ -175,8 +175,10 @@ class Shard:
     @property
     def config(self) -> ModelConfig:
         """The model as this rank computes it."""
-        heads, ffn = self.model.heads // self.size, self.model.ffn // self.size
-        return replace(self.model, heads=heads, kv_heads=len(self.kv_heads), ffn=ffn)
+        model, kv_heads = self.model, len(self.kv_heads)
+        heads, ffn = model.heads // self.size, model.ffn // self.size
+        forms = tuple(replace(form, heads=heads, kv_heads=kv_heads) for form in model.attention)
+        return replace(model, heads=heads, kv_heads=kv_heads, ffn=ffn, attention=forms)
 
     def part(self, name: str) -> Part | None:
         """Return a tensor's part in this rank; None for all of it.

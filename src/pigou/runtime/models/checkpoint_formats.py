@@ -16,22 +16,10 @@ UNUSED = (
     ".input_scale", ".activation_scale", ".input_zero_point", ".k_scale", ".v_scale", ".g_idx",
     ".weight_shape", ".output_scale", ".weight_g_idx",
 )  # fmt: skip
-METHODS = ("fp8", "compressed-tensors", "modelopt", "gptq", "awq")
 #: Places of an AWQ word's 4-bit numbers, the lowest first.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _SCALES = ("weight_scale_inv", "weight_scale", "scales")
 _WEIGHTS = ("weight", "weight_packed", "qweight")
-
-
-def check_method(quantisation: Quantisation) -> None:
-    """Raise ModelError on a format that cannot be read; MXFP4 is that of experts."""
-    formats = [*(form for _, form in quantisation.groups), *quantisation.named.values()]
-    wrong = sorted({form.dtype for form in formats} - {"fp8", "int8", "int4", "mxfp4"})
-    if wrong or quantisation.method not in (*METHODS, "mxfp4"):
-        raise ModelError(
-            f"{quantisation.where}: quantization {', '.join([quantisation.method, *wrong])} is not "
-            f"supported; give a checkpoint in bf16, or {', '.join(METHODS)} with FP8, int8 or int4"
-        )
 
 
 def read_matrix(

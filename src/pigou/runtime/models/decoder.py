@@ -80,7 +80,9 @@ class Decoder:
         return self.head(hidden)
 
     def rotary_table(self, attention: PagedAttention) -> Tensor:
-        """Return cosines, then sines, of keys by position, (positions, head_dim)."""
+        """Return cosines, then sines, by position, (positions, head_dim); raises ModelError."""
+        if any(not form.standard for form in attention.config.attention):
+            raise ModelError("eviction: the model has windows; give max_model_len within them")
         return attention.turns
 
 

@@ -76,7 +76,7 @@ class LoadedModel:
 
     def attention(self, cache: KVCache, tables: Ints, max_model_len: int) -> PagedAttention:
         """Build the attention of this rank's heads."""
-        config = self.decoder.config
+        config = self.decoder.config.within(max_model_len)
         kinds: tuple[type[CPUAttention | CUDAAttention], ...] = (CPUAttention, CUDAAttention)
         fast = (kind for kind in kinds if kind.supports(config, cache))
         return next(fast, PagedAttention)(config, cache, tables, max_model_len)

@@ -50,8 +50,7 @@ class ModelConfig:
     head_dim: int
     ffn: int  # feed-forward width of dense layers
     vocab: int  # rows of the embedding
-    # max sequence length, at most the sliding window, within which full attention is equal.
-    context: int
+    context: int  # max sequence length
     norm_eps: float
     rope: Rope | None  # None where the model rotates queries and keys itself
     tied: bool = False  # output layer shares the embedding
@@ -75,6 +74,11 @@ class ModelConfig:
     def group(self) -> int:
         """Query heads per KV head."""
         return self.heads // self.kv_heads
+
+    def within(self, context: int) -> ModelConfig:
+        """Return the model without windows that sequences of `context` tokens never leave."""
+        forms = (replace(f, window=f.window * (f.window < context)) for f in self.attention)
+        return replace(self, attention=tuple(forms))
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -110,16 +114,19 @@ def _parse(config: HfConfig) -> ModelConfig:
     qkv_bias, output_bias, mlp_bias = (
         config.flag(bias) if isinstance(bias, str) else bias for bias in biases
     )
+    layers = config.size("num_hidden_layers")
+    windows = [window_of(config, described, index, layers) or 0 for index in range(layers)]
+    config.size("max_position_embeddings")
     return ModelConfig(
         family=family,
-        layers=config.size("num_hidden_layers"),
+        layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         ffn=config.size("intermediate_size"),
         vocab=config.size("vocab_size"),
-        context=_context(config, described),
+        context=scaled_context(config.values),
         norm_eps=_epsilon(config.values),
         rope=read_rope(config.values, head_dim),
         tied=config.flag("tie_word_embeddings"),
@@ -129,6 +136,10 @@ def _parse(config: HfConfig) -> ModelConfig:
         qk_norm=bool(described.qk_norm),
         experts=_experts(config, described),
         dtype=str(config.get("dtype", "torch_dtype") or "float32"),
+        attention=tuple(
+            LayerAttention(heads, kv_heads, head_dim, head_dim**-0.5, window)
+            for window in windows * any(windows)
+        ),
     )
 
 
@@ -157,10 +168,3 @@ def _epsilon(source: Mapping[str, Any]) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
         raise ModelError(f"config.json: rms_norm_eps is {value!r}; it must be a number in [0, 1)")
     return float(value)
-
-
-def _context(config: HfConfig, family: Family) -> int:
-    config.size("max_position_embeddings")
-    layers = config.size("num_hidden_layers")
-    windows = {window_of(config, family, index, layers) for index in range(layers)}
-    return min(scaled_context(config.values), *(window for window in windows if window), 2**63)

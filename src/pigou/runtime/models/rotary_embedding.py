@@ -14,8 +14,6 @@ from torch import Tensor
 
 from pigou.models import ModelError
 from pigou.models.rope_parameters import (
-    COMMON,
-    KEYS,
     parameter,
     rope_parameters,
     stated_positions,
@@ -67,11 +65,6 @@ class Rope:
 def read_rope(source: Mapping[str, Any], head_dim: int) -> Rope:
     """Parse a config.json's rotary embedding, old or new style; raises ModelError."""
     given, kind = rope_parameters(source)
-    for name in given.keys() - (COMMON | KEYS[kind]):
-        raise ModelError(f"rope parameter {name!r} of {kind!r} is not supported")
-    partial = given.get("partial_rotary_factor", source.get("partial_rotary_factor", 1.0))
-    if partial not in (None, 1.0):
-        raise ModelError(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
     base = float(given.get("rope_theta") or source.get("rope_theta") or _BASE)
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = (np.float32(1.0) / np.float32(base) ** exponents).astype(np.float32)

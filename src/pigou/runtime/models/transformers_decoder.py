@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ _MASKS = re.compile(r"\.(attn|attention)\.(masked_)?bias$")
 _TEXT_PART = re.compile(r"^(model\.)?(language_model|text_model)\.(?=(model\.)?)(model\.)?")
 #: CPU kernels need heads of a multiple of this; narrower ones are padded above it.
 _LANES = 16
+#: Sizes that a configuration must have.
+_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 
 
 @dataclass(slots=True)
@@ -322,13 +325,15 @@ def _causal_class(folder: Path) -> tuple[Any, Any, bool]:
 
     try:
         source = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, TypeError) as error:
+    except Exception as error:  # configurations are code, and fail in all ways
         reason = str(error).split("\n")[0]
         raise ModelError(f"{folder}: transformers {__version__} cannot read it: {reason}") from None
+    if getattr(source, "is_encoder_decoder", False):
+        raise ModelError(f"model_type {source.model_type!r} is an encoder-decoder; give a decoder")
     kinds = AutoModelForCausalLM._model_mapping
     text = source.get_text_config(decoder=True)
     for config in (text, source) if text is not source else (source,):
-        if type(config) in kinds and not getattr(config, "is_encoder_decoder", False):
+        if type(config) in kinds:
             kind = kinds[type(config)]
             if getattr(kind, "_is_stateful", False):
                 raise ModelError(
@@ -338,8 +343,10 @@ def _causal_class(folder: Path) -> tuple[Any, Any, bool]:
             if config is not source:  # the outer configuration decides, then the checkpoint
                 config.tie_word_embeddings = getattr(source, "tie_word_embeddings", False)
             return kind, config, config is not source
-    what = "an encoder-decoder" if getattr(source, "is_encoder_decoder", False) else "no decoder"
-    raise ModelError(f"model_type {source.model_type!r} is {what} that generates text by itself")
+    raise ModelError(
+        f"model_type {source.model_type!r} is no decoder that generates text by itself, nor has it "
+        "such a part"
+    )
 
 
 def _dry_run(kind: Any, source: Any, family: str) -> AttentionSeam:
@@ -356,6 +363,7 @@ def _dry_run(kind: Any, source: Any, family: str) -> AttentionSeam:
     find_packed = masking_utils.find_packed_sequence_indices
     setattr(masking_utils, find_packed.__name__, lambda _: None)  # it needs numbers
     try:
+        layers, *_ = (int(getattr(source, name)) for name in _SIZES)
         rules = shape_rules.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
         with torch.device("meta"), torch.no_grad(), rules:
             _, base = _base(kind(source).eval())
@@ -366,17 +374,17 @@ def _dry_run(kind: Any, source: Any, family: str) -> AttentionSeam:
                     module.forward = lambda x, *_, **__: torch.empty_like(x)
             ids = torch.zeros((1, 2), dtype=torch.int64)
             base(input_ids=ids, position_ids=ids, use_cache=False, return_dict=True)
+            _check_positions(base)
     except ModelError as error:
         raise ModelError(f"{blame}: {error}") from None
     except Exception as error:
-        raise ModelError(
-            f"{blame}: it does more than causal attention, or not by transformers' interface "
-            f"({type(error).__name__}: {error})"
-        ) from error
+        why = f"it does more than causal attention ({type(error).__name__}: {error})"
+        if not kind._supports_attention_backend:
+            why = "its attention is not called through transformers' interface"
+        raise ModelError(f"{blame}: {why}") from error
     finally:
         setattr(masking_utils, find_packed.__name__, find_packed)
         source._attn_implementation = _ATTENTION
-    layers = int(source.num_hidden_layers)
     if len(seam.layers) < layers:
         raise ModelError(
             f"{blame}: {layers - len(seam.layers)} of its {layers} layers have no attention that "
@@ -413,6 +421,15 @@ def _check_rope(base: nn.Module) -> None:
         for kind in said.values() if layered else [said]:
             if "dynamic" in kind or (layered and kind == "longrope"):
                 raise ModelError(f"rope_type {kind!r} depends on the longest sequence of a batch")
+
+
+def _check_positions(base: nn.Module) -> None:
+    """Raise ModelError if chunks of a prompt would not get the positions that they are given."""
+    embeddings = (m for name, m in base.named_modules() if name.endswith("position_embeddings"))
+    if "position_ids" not in signature(base.forward).parameters or any(
+        getattr(embedding, "padding_idx", None) is not None for embedding in embeddings
+    ):
+        raise ModelError("it counts positions by itself, from a prompt's first token or padding")
 
 
 def _join(base: Any, seam: AttentionSeam) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from pigou.models import ModelError, model_folder
 from pigou.models.hf_config import quantisation_of, read_config
-from pigou.models.quantisation import Quantisation
-from pigou.runtime.models.checkpoint_formats import UNUSED, check_method, read_matrix
+from pigou.models.quantisation import served_quantisation
+from pigou.runtime.models.checkpoint_formats import UNUSED, read_matrix
 from pigou.runtime.models.linear import FP8, Linear, WeightMatrix, make_linear
 from pigou.small_file import parse_json, read_bytes, read_json
 
@@ -258,9 +258,7 @@ class Weights(WeightSource):
         self._where: dict[str, str] = {}
         self._taken: set[str] = set()
         keys = quantisation_of(read_config(folder)) if (folder / "config.json").is_file() else None
-        self._formats = None if keys is None else Quantisation("config.json", keys, "bfloat16")
-        if self._formats is not None:
-            check_method(self._formats)
+        self._formats = served_quantisation("config.json", keys)
         self._source = find_weight_files(folder)
         for path in self._source.paths:
             self._open(path)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from ctypes.util import find_library
 from functools import partial
+from pathlib import Path
 
 from pigou.config import ConfigError, check_all
 from pigou.kv.tier_config import HOST, STORES
@@ -18,7 +19,6 @@ from pigou.worker.config import WorkerConfig
 
 #: Drivers of torch's `cuda` devices.
 _DRIVERS = ("cuda", "amdhip64")
-_WEIGHTS = (".safetensors", ".bin", ".pth")
 _CUDA_DEVICE = re.compile(r"cuda(?::(\d+))?")
 
 
@@ -29,15 +29,16 @@ def check_worker(config: WorkerConfig) -> None:
     ]
     if not config.sleeps:
         checks += [
-            partial(_check_model, config.model, config.model_impl),
+            partial(_check_model, config),
             partial(_check_device, config.device),
         ]
     check_all(*checks)
 
 
-def _check_model(model: str, implementation: str) -> None:
-    """Reject a folder without configuration or weights; hub ids are checked on load."""
-    if model == "bundled":
+def _check_model(config: WorkerConfig) -> None:
+    """Reject a folder without configuration or weights; hub ids and GGUF are checked on load."""
+    model = config.model
+    if model == "bundled" or (model.endswith(".gguf") and Path(model).is_file()):
         return
     try:
         folder = model_folder(model)
@@ -45,18 +46,28 @@ def _check_model(model: str, implementation: str) -> None:
         raise ConfigError(str(error)) from None
     if folder is None:
         return
-    if not (folder / "config.json").is_file():
+    files = [path.name for path in sorted(folder.iterdir())]
+    if "config.json" not in files:
+        if any(name.endswith(".gguf") for name in files):
+            return
         raise ConfigError(
             f"model is {model!r}, a folder without config.json; give one in Hugging Face's format"
         )
     try:
-        choose_implementation(HfConfig(folder, read_config(folder)), implementation)
+        kind = choose_implementation(HfConfig(folder, read_config(folder)), config.model_impl)
     except (ConfigError, ModelError) as error:
         raise ConfigError(f"model is {model!r}: {error}") from None
-    if not any(path.suffix in _WEIGHTS for path in folder.iterdir()):
+    if kind == "transformers" and config.tensor_parallel_size > 1:
         raise ConfigError(
-            f"model is {model!r}, a folder without weights (*.safetensors); download them, too"
+            f"tensor_parallel_size is {config.tensor_parallel_size}, and model is {model!r}, which "
+            "transformers' modules compute, in one process alone; give 1"
         )
+    if not any(name.endswith(".safetensors") for name in files):
+        torch_files = [name for name in files if name.endswith((".bin", ".pth", ".pt"))]
+        remedy = "download them, too"
+        if torch_files:
+            remedy = f"convert {torch_files[0]}: transformers' save_pretrained writes safetensors"
+        raise ConfigError(f"model is {model!r}, a folder without weights (*.safetensors); {remedy}")
 
 
 def _check_device(device: str) -> None:
