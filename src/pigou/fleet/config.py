@@ -463,4 +463,4 @@ class FleetError(RuntimeError):
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)
-        self.status = status  # of the command: 2 if what it was given is wrong
+        self.status = status  # exit status of the command: 2 if its input is wrong

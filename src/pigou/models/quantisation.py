@@ -299,16 +299,16 @@ def served_quantisation(where: str, keys: Mapping[str, Any] | None) -> Quantisat
     if keys is None:
         return None
     method = keys.get("quant_method") or ("modelopt" if "quant_algo" in keys else "")
-    unread = ""
+    other = ""
     if method in SERVED:
         formats = Quantisation(where, keys, "bfloat16")
         named = [*(form for _, form in formats.groups), *formats.named.values()]
         kinds = {form.dtype for form in named} - {"fp8", "int8", "int4", "mxfp4"}
         if not kinds:
             return formats
-        unread = f" with {', '.join(sorted(kinds))}"
+        other = f" with {', '.join(sorted(kinds))}"
     raise ConfigError(
-        f"{where}: quant_method is {method!r}{unread}, which no worker reads; give a checkpoint in "
+        f"{where}: quant_method is {method!r}{other}, which no worker reads; give a checkpoint in "
         f"bf16, or one of {', '.join(SERVED)} with FP8, int8 or int4 weights"
     )
 
