@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.lib.examples import examples
 
+from pigou.gateway.failure import Rejected
+from pigou.gateway.proxy.server_routes import is_absent
 from pigou.wire.chat_translation import ChatTranslation
 from pigou.wire.errors import APIError
-from pigou.wire.messages import Messages
+from pigou.wire.messages import Messages, error_body
 from pigou.wire.responses import Responses, ResponseStore, answer_stored
 from pigou.wire.sse import DONE, frame
 
@@ -359,3 +361,19 @@ def test_a_message_says_why_it_stopped(finish: str, stop: Any, reason: str) -> N
     whole = json.loads(message().whole(reply(parts(), finish, stop)))
     assert whole["stop_reason"] == reason
     assert whole["stop_sequence"] == ("x" if reason == "stop_sequence" else None)
+
+
+def test_a_worker_s_refusal_keeps_its_words_in_anthropic_s_form() -> None:
+    refusal = json.dumps({"error": {"message": "tools[0].name is missing", "code": 400}}).encode()
+    for answer, words in ((refusal, "tools[0].name is missing"), (b"[]", "the worker answered 400"),
+                          (b'{"error": 1}', "the worker answered 400")):  # fmt: skip
+        body = json.loads(error_body(Rejected(400, answer), "r"))
+        assert body["error"] == {"type": "invalid_request_error", "message": words}
+
+
+def test_a_refused_object_does_not_hide_its_route_however_long_the_refusal() -> None:
+    refusal = json.dumps({"error": {"message": f"no model {'x' * 99_999}"}}).encode()
+    for cut in (len(refusal), 16_384, 9):
+        assert not is_absent(404, refusal[:cut])
+    assert is_absent(404, b'{"detail":"Not Found"}')
+    assert is_absent(404, b"404: Not Found")

@@ -85,7 +85,11 @@ _request = msgspec.json.Decoder(MessagesRequest)
 
 def error_body(error: APIError, request_id: str | None = None) -> bytes:
     """Encode an error in Anthropic's form."""
-    said = {"type": _TYPES.get(error.status, "api_error"), "message": error.message}
+    try:  # a worker's own words, where it refused the request
+        message = object_decoder.decode(error.body())["error"]["message"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        message = error.message
+    said = {"type": _TYPES.get(error.status, "api_error"), "message": message}
     return encode({"type": "error", "error": said, "request_id": request_id})
 
 

@@ -144,7 +144,7 @@ def is_absent(status: int, answer: bytes) -> bool:
     try:
         body = json.loads(answer)
     except (ValueError, RecursionError):
-        return True
+        return not answer.lstrip().startswith(b"{")  # an object's refusal may be cut off
     return not isinstance(body, dict) or "error" not in body
 
 
