@@ -348,7 +348,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     # also computed before those of higher ones continue (`pigou.engine.scheduler`).
     # `shortest` takes the fewest predicted output tokens to go, less `ageing` for each second.
     order: QueueOrder = "fcfs"
-    ageing: float = 100.0  # tokens a second
+    ageing: float = 125.0  # tokens a second
     # most prompt tokens per step of requests whose priority is above 0, so that urgent requests
     # wait for a short step only; 0 for no limit but the budget. Needs the order `priority`.
     max_background_tokens: int = 0

@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 from setups import check_times, closed_loop, differences, figures, open_loop, run, simulation
 from tests.lib.examples import examples
 
+from pigou.config import ConfigError, ControlConfig
+from pigou.fleet.costs import make_plane
+from pigou.gateway.config import GatewayConfig
 from pigou.request import Role
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import FleetConfig, LinkConfig, Outage, Signals, Slow, WorkerGroup
@@ -207,3 +210,49 @@ def test_chunks_of_a_long_prompt_are_one_plan() -> None:
     (worker,) = made.fleet.workers
     assert worker.totals[0] == 33  # 32 chunks of 128 tokens at most, and one more token
     assert made.clock.events < 25
+
+
+def mean_s(where: str, tau: float | None) -> float:
+    """Mean seconds of 150 requests at once, that go by predictions in the gateway or the engine."""
+    control: dict[str, object] = {}
+    setup: dict[str, object] = {"max_seqs": 2}
+    if tau is not None:
+        control = {"lengths": {"predictor": "oracle", "tau": tau}}
+        if where == "engine":
+            setup |= {"order": "shortest", "ageing": 1.0}
+        else:
+            control |= {
+                "admission": {"order": "shortest-remaining", "input_weight": 0, "ageing": 1}
+            }
+    if where == "gateway":
+        control["max_inflight"] = 2
+    loop = open_loop(rate=100.0, count=150, templates=0)
+    runs = simulation(loop, "1xboth", control=control, setup=setup).run().runs
+    for one in runs:
+        check_times(one)
+    return sum(one.ended_ns - one.intended_ns for one in runs) / 1e9 / len(runs)
+
+
+@pytest.mark.parametrize("where", ["gateway", "engine"])
+def test_the_better_lengths_are_ranked_the_sooner_requests_end_and_a_random_rank_gains_nothing(
+    where: str,
+) -> None:
+    fcfs = mean_s(where, None)
+    random, middling, true = (mean_s(where, tau) for tau in (0.0, 0.6, 1.0))
+    assert random == pytest.approx(fcfs, rel=0.1)
+    assert true < middling < 0.9 * fcfs
+
+
+def test_lengths_are_not_predicted_where_nothing_tells_them() -> None:
+    with pytest.raises(ConfigError, match="closed loop"):
+        simulation(closed_loop(2, 1.0), control={"lengths": {"predictor": "online"}})
+    with pytest.raises(ConfigError, match="only the simulator"):
+        make_plane(ControlConfig(lengths={"predictor": "oracle"}), GatewayConfig())
+
+
+def test_clients_give_no_length_away_while_lengths_are_predicted() -> None:
+    made = simulation(open_loop(), control={"lengths": {"predictor": "online"}})
+    made.run()
+    lengths = made.fleet.plane.tracker.lengths  # type: ignore[union-attr]
+    assert lengths is not None
+    assert 50 <= lengths.score.observed <= 60  # all but those as long as the declared limit

@@ -95,7 +95,7 @@ class Setup(ParallelOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ageing: Annotated[
         float,
         option("Tokens by which --order shortest favours each second of waiting.", "Fleet"),
-    ] = 100.0
+    ] = 125.0
     tiers: Annotated[
         tuple[TierConfig, ...],
         option(

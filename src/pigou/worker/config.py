@@ -201,7 +201,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ageing: Annotated[
         float,
         option("Tokens by which --order shortest favours each second of waiting.", "Scheduling"),
-    ] = 100.0
+    ] = 125.0
     repeat: Annotated[int, option("Maximum of steps planned at once.", "Scheduling")] = 8
     speculative_config: Annotated[
         str,

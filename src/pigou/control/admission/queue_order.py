@@ -138,7 +138,7 @@ class ShortestRemainingParams(
     """Parameters of `ShortestRemaining`."""
 
     # tokens that a request is taken to be shorter by for each second that it waits.
-    ageing: float = 100.0
+    ageing: float = 125.0
     # output tokens that take as long as an uncached prompt token.
     input_weight: float = 0.05
 
