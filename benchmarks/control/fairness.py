@@ -220,6 +220,10 @@ def percentile(values: Sequence[float], q: float) -> float:
 ORDERS: dict[str, dict[str, Any]] = {
     "fcfs": {"admission": {"order": "fcfs"}},
     "fair": {"admission": {"order": "fair"}},
+    "drf": {"admission": {"order": "drf"}},
+    "karma": {"admission": {"order": "karma"}},
+    "dlpm": {"admission": {"order": "dlpm"}},
+    "market": {"admission": {"order": "market"}},
 }
 
 

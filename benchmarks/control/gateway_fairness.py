@@ -113,14 +113,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for split in ("spread", "kept")[: 1 if count == 1 else 2]:
                 for lag_s in numbers(args.lags) if count > 1 else [0.0]:
                     began = time.process_time()
-                    name = "tenant" if split == "kept" else "random"
-                    config = GatewaysConfig(count=count, lag_s=lag_s, split=name)
+                    config = GatewaysConfig(
+                        count=count, lag_s=lag_s, split="tenant" if split == "kept" else "random"
+                    )
                     counts = service(run(order, config, args.seconds, args.seed), times)
                     whole = sum(values[-1] - values[0] for values in counts.values())
                     rate = whole / (times[-1] - times[0])
                     gap, later = disparity(counts), times >= SETTLE_S + 2 * lag_s
                     settled = disparity({name: values[later] for name, values in counts.items()})
-                    most = bound(rate, lag_s, count) if split == "spread" else float("nan")
+                    known = split == "spread" and order == "fair"
+                    most = bound(rate, lag_s, count) if known else float("nan")
                     print(
                         f"{order:<8} {split:<7} {count:8} {lag_s:6.1f} {gap:11,.0f} "
                         f"{gap / whole:11.1%} {settled / whole:12.1%} {most:11,.0f} "

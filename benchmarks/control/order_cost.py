@@ -40,10 +40,11 @@ def requests(count: int, tenants: int) -> list[QueuedRequest]:
 
 def seconds(name: str, count: int, tenants: int) -> float:
     """Return the CPU seconds of a request."""
-    order, made, running = load({"order": name}), requests(count, tenants), []
-    follows = isinstance(order, TenantOrder) and order.follows
-    if follows:
-        order.reprice(FleetRates(1e5, 1e4, 1e6))
+    order, made = load({"order": name}), requests(count, tenants)
+    running: list[Request] = []
+    follower = order if isinstance(order, TenantOrder) and order.follows else None
+    if follower is not None:
+        follower.reprice(FleetRates(1e5, 1e4, 1e6))
     ahead, began = WAITING * tenants, time.process_time()
     for number, waiting in enumerate(made):
         order.add(waiting)
@@ -52,14 +53,14 @@ def seconds(name: str, count: int, tenants: int) -> float:
         now = number * SECOND // 100
         first = order.first(now)
         assert first is not None
-        if follows:
-            order.began(first.request, f"w{number % 8}", now)
+        if follower is not None:
+            follower.began(first.request, f"w{number % 8}", now)
         order.taken(first, PROMPT // 2)
         running.append(first.request)
         for _ in range(REPORTS):
             order.served(first.request, 25)
-        if len(running) > 64 and follows:
-            order.ended(running.pop(0), now)
+        if len(running) > 64 and follower is not None:
+            follower.ended(running.pop(0), now)
     return (time.process_time() - began) / count
 
 

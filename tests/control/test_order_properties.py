@@ -28,7 +28,7 @@ ORDERS: dict[str, dict[str, Any]] = {
     "market": {"credit": 0.0, "claim": "max_tokens"},
 }
 NAMES = list(ORDERS)
-PRICES = FleetRates(prefill_s=1.0, output_s=3.0)
+PRICES = FleetRates(3.0, 1.0, prefill_s=1.0, output_s=3.0)
 
 
 @dataclass

@@ -207,17 +207,18 @@ def test_requests_of_one_tenant_hold_a_common_prefix_once() -> None:
 
 def test_market_spends_budgets_by_weight_at_the_prices_of_the_moment() -> None:
     market: Market = order("market", credit=0.0)
-    market.reprice(FleetRates(prefill_s=1.0, output_s=10.0))
+    market.reprice(FleetRates(1.0, 1.0, prefill_s=1.0, output_s=10.0))
     served = backlog(market, {"prompts": (100, 1), "tokens": (10, 10)}, 600)
     assert abs(served["prompts"] / served["tokens"] - 1.0) < 0.02  # 110 credits each
-    market.reprice(FleetRates(prefill_s=1.0, output_s=1.0))
+    market = order("market", credit=0.0)
+    market.reprice(FleetRates(1.0, 1.0, prefill_s=1.0, output_s=1.0))
     served = backlog(market, {"prompts": (100, 1), "tokens": (10, 10)}, 600)
     assert abs(served["tokens"] / served["prompts"] - 101 / 20) < 0.2
 
 
 def test_market_debts_of_an_idle_fleet_are_bounded_by_the_credit() -> None:
     market: Market = order("market", credit=5.0)
-    market.reprice(FleetRates(prefill_s=1.0, output_s=1.0))
+    market.reprice(FleetRates(1.0, 1.0, prefill_s=1.0, output_s=1.0))
     alone = put(market, "a", 1000, serial=0)
     market.taken(alone, 1000)
     assert market.counter("a") == 5.0
@@ -260,3 +261,12 @@ def test_drf_shares_are_those_of_the_weights() -> None:
         drf.taken(one, 9)
         counts[one.request.tenant] += 1
     assert abs(counts["three"] / counts["one"] - 3.0) < 0.05
+
+
+def test_market_prices_a_second_of_the_fleet_at_a_credit() -> None:
+    market: Market = order("market")
+    for level in (1.0, 60.0):  # idle, and with the tolls of full workers
+        market.reprice(FleetRates(1000.0, 50.0, prefill_s=level * 1e-3, output_s=level * 1e-2))
+        prompt, output = market.token_charges
+        assert (1000 * prompt + 50 * output) / 2 == pytest.approx(1.0)
+        assert output == pytest.approx(10 * prompt)

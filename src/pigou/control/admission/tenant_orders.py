@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import OrderedDict
 from typing import Any, ClassVar, Literal
@@ -30,6 +31,7 @@ _SECOND_EACH, _ALL_BACK = (1.0, 1.0, 1.0), (-math.inf,) * 3
 _IDLE_NS = 60 * SECOND
 #: Weight of the last quantum in the learned capacity.
 _NEW = 0.2
+_PRICES = ("prefill_s", "output_s", "kv_token_s")
 #: Blocks whose dispatch is remembered (`dlpm`).
 _MAX_BLOCKS = 65_536
 
@@ -235,14 +237,16 @@ class Market(UsageOrder):
 
     A tenant has w_f credits a second. It spends p_prefill per uncached token, p_output per output
     token and p_kv per token of KV and second (`fleet_rates`): own seconds, tolls and memory prices
-    of the moment. The least F is who can pay soonest. Unused budget is kept up to `credit`; what is
-    used while nobody waits becomes a debt of at most `credit`.
+    of the moment, scaled so that a second of the fleet costs a credit, the mean of one that
+    prefills and one that decodes. The least F is who can pay soonest. Unused budget is kept up to
+    `credit`; what is used while nobody waits becomes a debt of at most `credit`.
     """
 
     def apply(self, tenant: Any, served: Served, rates: FleetRates) -> None:
         """Add the price of service."""
         price = rates.prefill_s * served.prompt + rates.output_s * served.output
-        tenant.counter += (price + rates.kv_token_s * served.kv_token_s) / tenant.weight
+        price += rates.kv_token_s * served.kv_token_s
+        tenant.counter += price / tenant.weight
 
     def charge(self, name: str, served: Served) -> None:
         """Count service; while nobody waits up to a debt."""
@@ -273,8 +277,11 @@ class Market(UsageOrder):
         self._sort(waiting)
 
     def reprice(self, rates: FleetRates) -> None:
-        """Take the fleet's prices, and sort by them."""
-        super().reprice(rates)
+        """Take the fleet's prices, scale them to a credit a second, and sort by them."""
+        prompts = rates.prefill_tokens_s * rates.prefill_s
+        scale = 2.0 / (prompts + rates.output_tokens_s * rates.output_s)
+        prices = {name: scale * getattr(rates, name) for name in _PRICES}
+        super().reprice(dataclasses.replace(rates, **prices))
         self._push_all()
 
     @property
