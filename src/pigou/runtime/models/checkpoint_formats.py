@@ -76,7 +76,8 @@ def _read(
     for name in ("g_idx", "weight_g_idx"):
         order = find(f"{module}.{name}")
         if order is not None and (order != torch.arange(inputs) // (group or inputs)).any():
-            raise ModelError(f"{module!r} has groups out of order ({name}), which is not supported")
+            shift = 0 if zeros is None else zeros.reshape(-1, scales.shape[1])[:, order.long()]
+            return WeightMatrix((weight.float() - shift) * scales[:, order.long()])
     if zeros is None:
         return WeightMatrix(weight.contiguous(), scales.contiguous(), group)
     zeros = zeros.reshape(-1, scales.shape[1]).repeat_interleave(group or inputs, 1)
