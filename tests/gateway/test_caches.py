@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.gateway.stub import Fleet, Script, Stub, serving
 
 from pigou.gateway.auth.keys import Keys, make_key
+from pigou.gateway.caches.context import Context, compile_context
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 GREEDY: dict[str, Any] = {"max_tokens": 4, "temperature": 0}
@@ -182,3 +186,105 @@ async def test_a_key_finds_nothing_of_another_tenant(tmp_path: Path) -> None:
             assert said == ["miss", "hit"]
         change = {"field": "corpus", "value": "x", "tenant": "ann"}
         assert (await call(fleet, "/v1/manifest", change, headers=headers))[0] == 403
+
+
+def question(words: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": words}]}
+
+
+async def test_a_similar_question_is_answered_for_who_asks_and_never_past_the_guard() -> None:
+    caches = ("answer=1MiB", "semantic=1MiB,threshold=0.8")
+    wants = {"X-Pigou-Cache": "semantic"}
+    first = "Please tell me how I can reset the password of my account"
+    async with serving(Stub("w"), caches=caches) as fleet:
+        assert (await ask(fleet, headers=wants, **question(first)))[1] == "miss"
+        similar = "Please tell me how I can reset the password of my account?"
+        _, said, reply = await ask(fleet, headers=wants, **question(similar))
+        assert said.startswith("hit; semantic; distance=0.")
+        assert (await ask(fleet, **question(similar)))[1] == "miss"  # did not ask for it
+        for other in (
+            "Please tell me how I can not reset the password of my account",
+            "Please tell me how I can reset the password of my account 2",
+            "Please tell me how I can reset the password of my Acme account",
+            "Cook rice",
+        ):
+            assert (await ask(fleet, headers=wants, **question(other)))[1] == "miss"
+        elsewhere = wants | {"X-Pigou-Tenure-Permissions": "hr"}
+        assert (await ask(fleet, headers=elsewhere, **question(similar + "?")))[1] == "miss"
+        rating = {"id": reply["id"], "rating": "down"}
+        assert (await call(fleet, "/v1/feedback", rating))[1]["removed"] >= 1
+        assert (await ask(fleet, headers=wants, **question(similar + "??")))[1] == "miss"
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(fleet.url + "/metrics") as page,
+        ):
+            metrics = await page.text()
+        assert 'pigou_cache_hits_total{layer="semantic",model_name="stub"} 1.0' in metrics
+        assert "pigou_semantic_cache_hit_distance" in metrics
+        assert 'pigou_answer_ratings_total{model_name="stub",rating="down"} 1.0' in metrics
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+
+
+def test_a_context_has_its_stable_prefix_first_whatever_the_order_of_tools_and_keys() -> None:
+    parts: dict[str, Any] = {
+        "system": "Be brief.",
+        "history": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "user": "Why?",
+    }
+    compiled = [
+        compile_context(msgspec.convert(parts | {"tools": tools, "evidence": evidence}, Context))
+        for tools, evidence in (
+            ([tool("x"), tool("y")], [{"id": "1", "text": "one"}]),
+            ([dict(reversed(tool("y").items())), tool("x")], [{"id": "2", "text": "two"}]),
+        )
+    ]
+    first, second = compiled
+    assert msgspec.json.encode(first.tools) == msgspec.json.encode(second.tools)
+    assert first.messages[:-1] == second.messages[:-1]
+    assert first.messages[-1]["content"] == "[1] one\n\nWhy?"
+    assert first.dropped == {}
+
+
+@given(st.integers(20, 400), st.integers(0, 8), st.integers(0, 8), st.integers(0, 8))
+def test_a_context_keeps_its_budget_and_reports_what_it_dropped(
+    total: int, tools: int, turns: int, passages: int
+) -> None:
+    history = [{"role": ("user", "assistant")[i % 2], "content": "w" * 40} for i in range(turns)]
+    context = msgspec.convert(
+        {
+            "system": "s" * 40, "user": "u" * 20, "history": history,
+            "tools": [tool(f"t{i}") for i in range(tools)],
+            "evidence": [{"id": str(i), "text": "e" * 60} for i in range(passages)],
+            "budgets": {"total": total, "evidence": 60},
+        },
+        Context,
+    )  # fmt: skip
+    compiled = compile_context(context)
+    assert sum(compiled.tokens.values()) <= total
+    assert compiled.tokens["evidence"] <= 60
+    kept = compiled.messages[1:-1]
+    assert kept == history[len(history) - len(kept) :]
+    assert not kept or kept[0]["role"] == "user"
+    assert len(kept) + len(compiled.dropped.get("history", [])) == turns
+    assert len(compiled.tools) + len(compiled.dropped.get("tools", [])) == tools
+    assert compiled == compile_context(context)
+
+
+async def test_a_chat_may_send_its_context_in_parts() -> None:
+    stub = Stub("w")
+    parts = {"system": "s", "user": "u", "evidence": [{"id": "1", "text": "x" * 99}],
+             "budgets": {"evidence": 5}}  # fmt: skip
+    async with serving(stub, caches=("context=1MiB",)) as fleet:
+        body = {"context": parts, "max_tokens": 2}
+        for _ in range(2):
+            status, _ = await call(fleet, CHAT, body)
+            assert status == 200
+            assert [m["content"] for m in stub.seen[-1].body["messages"]] == ["s", "u"]
+        status, said = await call(fleet, "/v1/contexts", parts)
+        assert said["dropped"] == {"evidence": ["1"]}
+        for wrong in (parts | {"budgets": {"user": 0}}, parts | {"x": 1}, {"user": 1}):
+            assert (await call(fleet, CHAT, {"context": wrong}))[0] == 400
+        assert (await call(fleet, CHAT, body | {"messages": MESSAGES}))[0] == 400

@@ -41,7 +41,7 @@ def crossings(pairs: int, seed: int) -> tuple[int, int]:
     for number, word in enumerate(WORDS):
         manifest.change(word, "corpus", "a", str(number), NOW)
     across = own = 0
-    cache = TenuredCache[Tenure](2**20, manifest, quota=1.0)
+    cache = TenuredCache[Tenure](2**20, manifest, 1.0, "lru")
     for number in range(pairs):
         maker = random_tenure(rng)
         bound = manifest.bind(maker)

@@ -70,7 +70,13 @@ def scraped_window(before: FleetScrape, now: FleetScrape, start_s: float) -> Fle
     slow = None
     if _STALLS in b or "pigou_clients_stalled_total" in b:
         slow = round(summed((rose(_STALLS, cause="client"), rose("pigou_clients_stalled_total"))))
+    hits = [rose("pigou_cache_hits_total", layer=layer) for layer in ("answer", "semantic")]
+    stale = [rose("pigou_cache_stale_hits_total", layer=layer) for layer in ("answer", "semantic")]
+    ratings = [rose("pigou_answer_ratings_total", rating=rating) for rating in ("up", "down")]
     return FleetObservation(
+        answer_hits=None if hits == [None, None] else round(summed(hits)),
+        stale_answer_hits=round(summed(stale)), feedbacks=round(summed(ratings)),
+        downvotes=round(ratings[1] or 0),
         start_s=start_s, seconds=seconds,
         arrived=max(0, round(sum(answered.values()) + inflight)), completed=round(served),
         failed=max(0, round(failed - refused)), refused=round(refused),

@@ -11,6 +11,7 @@ from aiohttp import web
 from pigou.gateway.api.page import APIPage, APIPages, check_admin, json_response
 from pigou.gateway.auth.keys import current_key
 from pigou.gateway.auth.tenure import read_tenure_headers
+from pigou.gateway.caches.context import Context, compile_context
 from pigou.gateway.caches.layers import (
     MAX_SESSION_TTL_S,
     CacheLayer,
@@ -46,6 +47,13 @@ class StoreBody(LookupBody, forbid_unknown_fields=True, kw_only=True):
     cost_s: _Seconds = 0.1  # seconds to make it again
 
 
+class Rating(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A user's judgement of an answer, by the reply's id."""
+
+    id: _Text
+    rating: Literal["up", "down"]
+
+
 class ChangeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A new version of a corpus, or of whatever a tenure names; it voids what was made before."""
 
@@ -61,7 +69,7 @@ def pages(gateway: Gateway) -> APIPages:
     api = CachesAPI(gateway)
     posts = {
         "/v1/caches/{layer}/lookup": api.look_up, "/v1/caches/{layer}/store": api.store,
-        "/v1/manifest": api.change,
+        "/v1/feedback": api.rate, "/v1/manifest": api.change, "/v1/contexts": api.compile,
     }  # fmt: skip
     return APIPages([
         *(APIPage(path, answer, method="POST", late_body=True) for path, answer in posts.items()),
@@ -75,6 +83,9 @@ class CachesAPI:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway, self._caches = gateway, gateway.caches
+        self._ratings = gateway.metrics.counter(
+            "pigou_answer_ratings", "Answers that users rated.", "rating"
+        )
 
     async def look_up(self, request: web.Request) -> web.Response:
         """Return an artifact, or the ticket to store it with."""
@@ -101,6 +112,30 @@ class CachesAPI:
         size = len(value) + len(content)
         stored = self._caches.put(layer, bound, content, value, size, body.cost_s, body.ttl_s)
         return json_response({"stored": stored})
+
+    async def compile(self, request: web.Request) -> web.Response:
+        """Compile a context; return messages, tools, tokens of each part, and what was dropped."""
+        context = decoded(msgspec.json.Decoder(Context), await _body(request))
+        if CacheLayer.CONTEXT not in self._caches.layers:
+            return json_response(compile_context(context))
+        bound = self._bound(request, CacheLayer.CONTEXT)
+        return json_response(msgspec.Raw(self._caches.compiled(bound, context)))
+
+    async def rate(self, request: web.Request) -> web.Response:
+        """Count a user's rating; a disliked answer that is cached goes."""
+        body = decoded(msgspec.json.Decoder(Rating), await _body(request))
+        self._ratings.labels(body.rating).inc()
+        tenant, gone = current_key().tenant, 0
+        for layer in (CacheLayer.ANSWER, CacheLayer.SEMANTIC):
+            cache = self._caches.layers.get(layer)
+            answer = self._caches.served.get((tenant, body.id))
+            if cache is None or answer is None or body.rating == "up":
+                continue
+            for key, held in cache.held(tenant):
+                if held.tenured.open(held.bound.tenure, 0) == answer:
+                    cache.remove(key, time.time_ns())
+                    gone += 1
+        return json_response({"rating": body.rating, "removed": gone})
 
     async def manifest(self, _: web.Request) -> web.Response:
         """Return the tenant's versions."""

@@ -7,19 +7,37 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import msgspec
+import numpy as np
 from aiohttp import web
 
 from pigou.diagnosis.prefix_lint import MAX_PIECES, PrefixAdvisor, prompt_pieces
+from pigou.gateway.api.models import ask_any
 from pigou.gateway.api.page import JSON, APIPage, APIPages
 from pigou.gateway.auth.guard import count_for
 from pigou.gateway.auth.keys import current_key
 from pigou.gateway.auth.tenure import read_tenure_headers
 from pigou.gateway.caches import answers
 from pigou.gateway.caches.answers import AnswerCache
-from pigou.gateway.caches.layers import CACHE_HEADER, CacheControl, CacheLayer
+from pigou.gateway.caches.layers import (
+    CACHE_HEADER,
+    CONTEXT_HEADER,
+    EVERYBODY,
+    SEMANTIC,
+    AnswerLookup,
+    CacheControl,
+    CacheLayer,
+)
+from pigou.gateway.caches.semantic import (
+    SemanticCache,
+    SemanticLookup,
+    hashed_ngrams,
+    split_text,
+    unit,
+)
 from pigou.gateway.gateway import Gateway
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.model_routing import GatewayModel
@@ -44,6 +62,7 @@ from pigou.wire.openai_requests import UnknownFields, header_value
 from pigou.wire.request_validation import REQUEST_ID_HEADER as REQUEST_ID
 
 _log = logging.getLogger("pigou.gateway")
+EMBEDDINGS = "/v1/embeddings"
 #: A request that has it, with any value, is answered with advice on its prompt.
 ADVICE_HEADER = "x-pigou-prefix-advice"
 #: Bytes of messages that are read for advice.
@@ -71,6 +90,8 @@ class GenerationAPI:
         self._unknown = UnknownFields(gateway.config.unknown_fields, _log.warning)
         self._advisor = PrefixAdvisor()
         self._answers = AnswerCache(gateway.caches)
+        self._semantic = SemanticCache(gateway.caches)
+        gateway.metrics.scrape(gateway.caches.families)
 
     async def generate(
         self, request: web.Request, translate: Callable[[bytes], ChatTranslation] | None = None
@@ -87,14 +108,19 @@ class GenerationAPI:
             headers = read_tenure_headers(request.headers)
             tenure = key.policy.apply(key.tenant, headers, time.time_ns())
             tenure = gateway.caches.in_session(tenure, request.headers)
+            dropped = ""
             overrides = read_overrides(request.headers.get(ROUTING_HEADER))
             data = await read_json(request, config.max_body)
+            if request.path == CHAT:
+                compile_ = partial(gateway.caches.with_context, tenure, data)
+                data, dropped = await gateway.off_loop(data, compile_)
             sent, translation = data, None
             if translate is not None:
                 translation = await gateway.off_loop(data, partial(translate, data))
                 data = translation.body
             parse = partial(self._parse, request, data, tenure, overrides, translation)
             run, model = await gateway.off_loop(data, parse)
+            run.dropped = dropped
             if traced is not None:
                 traced.take(run)
             note_request(run.parsed.wire_id, run.trace_id)
@@ -135,16 +161,51 @@ class GenerationAPI:
             if cached is not None:
                 return await self._replay(request, run, model, cached)
             if await self._answers.lead(run.lookup):
+                similar = await self._similar(request, run, whole)
+                if similar is not None:
+                    return await self._replay(request, run, model, similar)
                 break
         if control.only:
             raise APIError(504, "No cached answer, and Cache-Control is only-if-cached.")
         return None
+
+    async def _similar(self, request: web.Request, run: GatewayRun, tenure: Tenure) -> bytes | None:
+        """Return the answer to a similar question of the same tenure, for tenants that ask."""
+        gateway, lookup = self._gateway, run.lookup
+        option = gateway.caches.options.get(CacheLayer.SEMANTIC)
+        if option is None or lookup is None:
+            return None
+        tenants = {*option.tenants.split("+")} - {""}
+        if SEMANTIC not in lookup.control.wants and not {EVERYBODY, tenure.tenant} & tenants:
+            return None
+        split = split_text(run.parsed, lookup.content)
+        if split is None:
+            return None
+        group, text = split
+        if option.embedding:
+            embedding = gateway.routing.find(option.embedding).scope(gateway.config.release)
+            tenure = replace(tenure, model=repr((tenure.model, *sorted(embedding.releases))))
+            body = msgspec.json.encode({"model": option.embedding, "input": text})
+            reply = msgspec.json.decode(await ask_any(gateway, request, EMBEDDINGS, body))
+            vector = unit(np.array(reply["data"][0]["embedding"], dtype=np.float32))
+        else:
+            vector = hashed_ngrams(text)
+        bound = gateway.caches.bind(CacheLayer.SEMANTIC, tenure)
+        lookup.semantic = SemanticLookup(bound, group, text, vector)
+        if not lookup.control.reads:
+            return None
+        near = self._semantic.find(lookup.semantic, lookup.control.max_age_s)
+        if near is None:
+            return None
+        lookup.status = f"hit; semantic; distance={near[1]:.3f}"
+        return near[0]
 
     async def _replay(
         self, request: web.Request, run: GatewayRun, model: GatewayModel, reply: bytes
     ) -> web.StreamResponse:
         """Answer with a cached reply, whole or as a stream."""
         headers = partial(_decision_headers, run)
+        self._gateway.caches.note_served(run.parsed.tenant, answers.reply_id(run), reply)
         with counted(run, model):
             timeout_s = self._gateway.config.client_timeout
             writer = SSEWriter(request, headers, timeout_s, translation=run.translation)
@@ -234,7 +295,7 @@ class GenerationAPI:
                             reply = await ReplyDriver(driver, metrics, Relay(run)).drive()
                         _observe_duration(run, metrics)
                         if run.lookup is not None:
-                            self._answers.store(run.lookup, run, reply)
+                            self._store(run.lookup, run, reply)
                         if run.translation is not None:
                             reply = await gateway.off_loop(
                                 reply, partial(run.translation.whole, reply)
@@ -247,8 +308,14 @@ class GenerationAPI:
                             await StreamDriver(driver, metrics, Relay(run), writer).drive()
                         _observe_duration(run, metrics)
                         if run.lookup is not None:
-                            self._answers.store(run.lookup, run)
+                            self._store(run.lookup, run)
                     return await writer.close()
+
+    def _store(self, lookup: AnswerLookup, run: GatewayRun, reply: bytes | None = None) -> None:
+        """Store a reply, or the stream that was recorded."""
+        answer = self._answers.store(lookup, run, reply)
+        if answer is not None and lookup.semantic is not None:
+            self._semantic.store(lookup.semantic, answer, time.monotonic() - lookup.began)
 
     @asynccontextmanager
     async def _errors_in_stream(self, run: GatewayRun, writer: SSEWriter) -> AsyncIterator[None]:
@@ -343,6 +410,8 @@ def _decision_headers(run: GatewayRun) -> dict[str, str]:
     headers, choice = {}, run.choice
     if run.lookup is not None:
         headers[CACHE_HEADER] = run.lookup.status
+    if run.dropped:
+        headers[CONTEXT_HEADER] = f"dropped {run.dropped}"
     if run.parsed.unknown:
         headers[UNKNOWN] = header_value(run.parsed.unknown)
     if choice is None:

@@ -93,15 +93,17 @@ class AnswerCache:
             del self._flights[key]
             flight.set_result(None)
 
-    def store(self, lookup: AnswerLookup, run: GatewayRun, reply: bytes | None = None) -> bool:
-        """Store a whole reply, or the stream that was recorded; False if it is not whole."""
+    def store(
+        self, lookup: AnswerLookup, run: GatewayRun, reply: bytes | None = None
+    ) -> bytes | None:
+        """Store and return a whole reply, or the recorded stream; None if it is not whole."""
         if not lookup.control.stores or canonical(run.parsed) != lookup.content:
-            return False
+            return None
         stats = run.stats
         if reply is None:
             value = merged(b"".join(lookup.frames), chat=run.parsed.chat)
             if value is None or not stats.prompt_tokens:
-                return False
+                return None
             value["usage"] = {
                 "prompt_tokens": stats.prompt_tokens, "completion_tokens": stats.completion_tokens,
                 "total_tokens": stats.prompt_tokens + stats.completion_tokens,
@@ -111,12 +113,13 @@ class AnswerCache:
             value.pop("kv_transfer_params", None)
         choices = value.get("choices") or [{}]
         if any(choice.get("finish_reason") not in _WHOLE for choice in choices):
-            return False
+            return None
         data = msgspec.json.encode(value)
         cost_s = time.monotonic() - lookup.began
-        return self._caches.put(
-            CacheLayer.ANSWER, lookup.bound, lookup.content, data, len(data), cost_s
-        )
+        size = len(data)
+        layer, bound = CacheLayer.ANSWER, lookup.bound
+        is_stored = self._caches.put(layer, bound, lookup.content, data, size, cost_s)
+        return data if is_stored else None
 
 
 def is_repeatable(parsed: ParsedRequest) -> bool:
@@ -150,9 +153,14 @@ def whole(reply: bytes, run: GatewayRun) -> bytes:
     return msgspec.json.encode(_renewed(reply, run))
 
 
+def reply_id(run: GatewayRun) -> str:
+    """Return the id of a request's reply."""
+    return f"{'chatcmpl' if run.parsed.chat else 'cmpl'}-{run.parsed.wire_id}"
+
+
 def _renewed(reply: bytes, run: GatewayRun) -> dict[str, Any]:
     value: dict[str, Any] = msgspec.json.decode(reply)
-    value["id"] = f"{'chatcmpl' if run.parsed.chat else 'cmpl'}-{run.parsed.wire_id}"
+    value["id"] = reply_id(run)
     value["created"] = int(time.time())
     if usage := value.get("usage"):
         details = usage.get("prompt_tokens_details") or {}

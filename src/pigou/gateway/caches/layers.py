@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf
 from typing import Any
 
 import msgspec
+from prometheus_client.core import Metric
 
 from pigou.config import ConfigError, check_bounds
+from pigou.gateway.caches.context import CompiledContext, Context, compile_context
 from pigou.kv.manifest import SESSION, Bound, Manifest, ManifestEntry
 from pigou.kv.tenure import Purpose, Tenure
 from pigou.kv.tenured_cache import TenuredCache
 from pigou.kv.tier_config import parse_size
+from pigou.metric_rows import counter_family, gauge_family
 from pigou.registry import read_struct
 from pigou.request import NEVER, SECOND
-from pigou.wire.errors import bad_request
+from pigou.wire.errors import bad_request, decoded
+from pigou.wire.json_limits import read_fields
+from pigou.wire.openai_requests import without_bom
 
 
 class CacheLayer(StrEnum):
@@ -39,14 +45,27 @@ PURPOSES = {
     CacheLayer.EMBEDDING: Purpose.EMBEDDING, CacheLayer.CONTEXT: Purpose.CONTEXT,
 }  # fmt: skip
 #: Header of requests (`sampled`, `semantic`) and of replies (`hit`, `miss`, `bypass`).
+CONTEXT_HEADER = "x-pigou-context"
 CACHE_HEADER = "x-pigou-cache"
 SAMPLED, SEMANTIC = "sampled", "semantic"
 _SECONDS = re.compile(r"[0-9]{1,9}", re.ASCII)
+TENANT = "tenant"
 _SESSION = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 #: Header that names an agent's session, and seconds that one lasts unless its tenure says, at most.
 SESSION_HEADER = "x-pigou-session"
 SESSION_TTL_S, MAX_SESSION_TTL_S = 3600, 86_400
-_MAX_STREAM_BYTES = 2**21
+_MAX_STREAM_BYTES, _MAX_SERVED = 2**21, 4096
+_context = msgspec.json.Decoder(Context)
+_COUNTS = {
+    "lookups": "Lookups in a cache above the engine.", "hits": "Those that found an artifact.",
+    "stored": "Artifacts stored.",
+    "refused": "Artifacts not stored: changed meanwhile, over the quota, or not worth their bytes.",
+    "stale_hits": "Hits after the source of an artifact had changed, before the gateway was told.",
+}  # fmt: skip
+_RATIOS = {
+    CacheLayer.ANSWER: "answer_cache_hit_ratio", CacheLayer.TOOL: "tool_api_avoidance_rate",
+    CacheLayer.EMBEDDING: "embedding_hit_ratio", CacheLayer.CONTEXT: "context_compile_hit_ratio",
+}  # fmt: skip
 #: Stands for all tenants in `tenants`.
 EVERYBODY = "*"
 
@@ -93,6 +112,7 @@ class AnswerLookup:
     control: CacheControl
     began: float  # seconds of the monotonic clock
     status: str = "miss"  # as the reply's header says
+    semantic: Any = None  # place among similar questions; None if only equal ones count
     frames: list[bytes] = field(default_factory=list)  # recorded from the stream
     room: int = _MAX_STREAM_BYTES  # for further frames; a longer stream is not stored
 
@@ -117,6 +137,8 @@ class CacheOption(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def check(self) -> None:
         """Raise ConfigError for a value out of bounds."""
+        if self.layer is CacheLayer.EMBEDDING:
+            raise ConfigError("cache embedding: embeddings are not cached yet; leave it out")
         check_bounds(f"cache {self.layer}: size", self.size, ge=1)
         check_bounds(f"cache {self.layer}: ttl", self.ttl, gt=0)
         for name, value in (("quota", self.quota), ("threshold", self.threshold)):
@@ -173,6 +195,8 @@ class Caches:
             layer: TenuredCache(option.size, self.manifest, option.quota, option.policy)
             for layer, option in self.options.items()
         }
+        self.served: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # by tenant and reply id
+        self.distance = 0.0  # sum over hits of similar questions
         self.is_shared = False  # True if changes go to other gateways
         self.changed: list[ManifestEntry] = []  # those that are to be sent
         #: False while a change on another gateway could be missed: then nothing is found.
@@ -216,6 +240,72 @@ class Caches:
         now, ttl_s = time.time_ns(), min(ttl_s or inf, self.options[layer].ttl)
         until = now + int(ttl_s * SECOND)
         return self.layers[layer].put(bound, content, artifact, size, cost_s, now, until)
+
+    def compiled(self, bound: Bound, context: Context) -> bytes:
+        """Return a compiled context as JSON, from its cache if it is there."""
+        content = msgspec.json.encode(context, order="deterministic")
+        began = time.monotonic()
+        compiled: bytes | None = self.get(CacheLayer.CONTEXT, bound, content)
+        if compiled is None:
+            compiled = msgspec.json.encode(compile_context(context))
+            size, cost_s = len(compiled) + len(content), time.monotonic() - began
+            self.put(CacheLayer.CONTEXT, bound, content, compiled, size, cost_s)
+        return compiled
+
+    def with_context(self, tenure: Tenure, data: bytes) -> tuple[bytes, str]:
+        """Return a chat's body with its `context` compiled, and what was dropped as a header."""
+        if CacheLayer.CONTEXT not in self.layers or b'"context"' not in data:
+            return data, ""
+        body = read_fields(without_bom(data))
+        if "context" not in body:
+            return data, ""
+        for name in ("messages", "tools"):
+            if name in body:
+                raise bad_request(f"{name} is given, and context: leave one out.", name)
+        context = decoded(_context, bytes(body.pop("context")))
+        reply = self.compiled(self.bind(CacheLayer.CONTEXT, tenure), context)
+        parts = msgspec.json.decode(reply, type=CompiledContext)
+        body["messages"] = msgspec.Raw(msgspec.json.encode(parts.messages))
+        if parts.tools:
+            body["tools"] = msgspec.Raw(msgspec.json.encode(parts.tools))
+        dropped = "; ".join(f"{part}={len(names)}" for part, names in parts.dropped.items())
+        return msgspec.json.encode(body), dropped or "none"
+
+    def note_served(self, tenant: str, reply_id: str, answer: bytes) -> None:
+        """Remember which cached answer a reply was, for its user's rating."""
+        self.served[tenant, reply_id] = answer
+        if len(self.served) > _MAX_SERVED:
+            self.served.popitem(last=False)
+
+    def families(self) -> Iterator[Metric]:
+        """Yield the metrics of all layers; ratios have the names of `throughput-mechanics`."""
+        if not self.layers:
+            return
+        rows = [(layer.value, cache) for layer, cache in self.layers.items()]
+        for name, about in _COUNTS.items():
+            samples = [((layer,), cache.counts[name]) for layer, cache in rows]
+            yield counter_family(f"pigou_cache_{name}", about, samples, "layer")
+        about = "Seconds that hits of a cache saved."
+        saved = [((layer,), cache.saved_s) for layer, cache in rows]
+        yield counter_family("pigou_cache_saved_seconds", about, saved, "layer")
+        about = "Price of a byte of a cache, in seconds saved per second."
+        prices = [((layer,), cache.tier.price) for layer, cache in rows]
+        yield gauge_family("pigou_cache_byte_price", about, prices, "layer")
+        sizes = [((layer, tenant), float(size)) for layer, cache in rows
+                 for tenant, size in cache.tenant_bytes.items()]  # fmt: skip
+        yield gauge_family("pigou_cache_bytes", "Bytes of a tenant.", sizes, "layer", TENANT)
+        for layer, name in _RATIOS.items():
+            if (cache := self.layers.get(layer)) is not None:
+                ratio = cache.counts["hits"] / max(1, cache.counts["lookups"])
+                yield gauge_family(f"pigou_{name}", f"Hits of a lookup: {layer}.", ratio)
+        if (cache := self.layers.get(CacheLayer.RETRIEVAL)) is not None:
+            about = "Seconds of retrieval that hits saved."
+            yield counter_family("pigou_retrieval_cache_latency_saved", about, cache.saved_s)
+        if CacheLayer.SEMANTIC in self.layers:
+            yield gauge_family(
+                "pigou_semantic_cache_hit_distance", "Mean of 1 - cosine over hits.",
+                self.distance / max(1, self.layers[CacheLayer.SEMANTIC].counts["hits"]),
+            )  # fmt: skip
 
     def change(
         self, tenant: str, field: str, value: str, version: str, changed_at: int, until: int
