@@ -11,7 +11,7 @@ import pytest
 from pigou.config import ConfigError
 from pigou.control.admission.fair_order import TenantOrder
 from pigou.control.admission.queue_order import QueuedRequest, load
-from pigou.control.admission.tenant_orders import Dlpm, Drf, KarmaOrder, Market
+from pigou.control.admission.tenant_orders import Dlpm, Drf, KarmaOrder, MarketOrder
 from pigou.control.admission.usage_prices import FleetRates, KVResidency
 from pigou.request import SECOND, Request
 
@@ -206,7 +206,7 @@ def test_requests_of_one_tenant_hold_a_common_prefix_once() -> None:
 
 
 def test_market_spends_budgets_by_weight_at_the_prices_of_the_moment() -> None:
-    market: Market = order("market", credit=0.0)
+    market: MarketOrder = order("market", credit=0.0)
     market.reprice(FleetRates(1.0, 1.0, prefill_s=1.0, output_s=10.0))
     served = backlog(market, {"prompts": (100, 1), "tokens": (10, 10)}, 600)
     assert abs(served["prompts"] / served["tokens"] - 1.0) < 0.02  # 110 credits each
@@ -217,7 +217,7 @@ def test_market_spends_budgets_by_weight_at_the_prices_of_the_moment() -> None:
 
 
 def test_market_debts_of_an_idle_fleet_are_bounded_by_the_credit() -> None:
-    market: Market = order("market", credit=5.0)
+    market: MarketOrder = order("market", credit=5.0)
     market.reprice(FleetRates(1.0, 1.0, prefill_s=1.0, output_s=1.0))
     alone = put(market, "a", 1000, serial=0)
     market.taken(alone, 1000)
@@ -264,9 +264,20 @@ def test_drf_shares_are_those_of_the_weights() -> None:
 
 
 def test_market_prices_a_second_of_the_fleet_at_a_credit() -> None:
-    market: Market = order("market")
+    market: MarketOrder = order("market")
     for level in (1.0, 60.0):  # idle, and with the tolls of full workers
         market.reprice(FleetRates(1000.0, 50.0, prefill_s=level * 1e-3, output_s=level * 1e-2))
         prompt, output = market.token_charges
         assert (1000 * prompt + 50 * output) / 2 == pytest.approx(1.0)
         assert output == pytest.approx(10 * prompt)
+
+
+def test_who_owes_is_not_forgotten_among_many_tenants() -> None:
+    for name in ("karma", "dlpm"):
+        where = order(name)
+        for serial in range(3):
+            where.taken(put(where, "debtor", 900, serial=serial), 900)
+        for serial in range(1100):
+            where.remove(put(where, f"t{serial}", serial=10 + serial))
+        owed = where.credits("debtor") if name == "karma" else where.deficit("debtor")
+        assert owed == -2700

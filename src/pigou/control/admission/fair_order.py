@@ -133,6 +133,10 @@ class TenantOrder(QueueOrder):
         """Raise the counter of a tenant that starts waiting to the floor minus credit."""
         tenant.counter = max(tenant.counter, self._floor())
 
+    def owes(self, tenant: Any, floor: float) -> bool:
+        """True if a tenant would gain by being forgotten."""
+        return bool(tenant.counter > floor)
+
     def began(self, request: Request, worker: str, now: int) -> None:
         """Record that a request was sent to a worker (`follows`)."""
 
@@ -306,7 +310,7 @@ class TenantOrder(QueueOrder):
         self._tenants = {
             name: tenant
             for name, tenant in self._tenants.items()
-            if tenant.queue or tenant.counter > floor or name in self._elsewhere
+            if tenant.queue or self.owes(tenant, floor) or name in self._elsewhere
         }
 
 

@@ -37,7 +37,7 @@ _MAX_BLOCKS = 65_536
 
 
 class UsageParams(ShareParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `Drf` and `Market`."""
+    """Parameters of `Drf` and `MarketOrder`."""
 
     claim: Claim = "expected"  # output charged when sent; what is not used is refunded
     credit: float = 1.0  # unused service that a tenant keeps, seconds of the fleet per weight
@@ -230,7 +230,7 @@ class Drf(UsageOrder):
         )
 
 
-class Market(UsageOrder):
+class MarketOrder(UsageOrder):
     """Serves whose budget covers its next request first: a Fisher market at the fleet's prices.
 
         F_f = (spent_f + price of the next request) / w_f
@@ -354,6 +354,10 @@ class KarmaOrder(TenantOrder):
         free = max(0.0, self._guaranteed(tenant) - tenant.used)
         tenant.used += service
         tenant.credits -= max(0.0, service - free)
+
+    def owes(self, tenant: Any, floor: float) -> bool:
+        """True if it has less than a newcomer would get."""
+        return bool(tenant.credits < 0.0)
 
     def rank(self, tenant: Any) -> Any:
         """Return those below their guaranteed part, by part; then the others by credits."""
@@ -496,6 +500,10 @@ class Dlpm(TenantOrder):
         params = self.params
         service = params.input_weight * served.prompt + params.output_weight * served.output
         tenant.deficit -= service
+
+    def owes(self, tenant: Any, floor: float) -> bool:
+        """True if it has less than a newcomer would get."""
+        return bool(tenant.deficit < 0.0)
 
     def lift(self, tenant: Any) -> None:
         """Limit what a tenant owes for service that nobody waited for."""
