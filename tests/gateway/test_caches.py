@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.gateway.stub import Fleet, Script, Stub, serving
@@ -288,3 +289,30 @@ async def test_a_chat_may_send_its_context_in_parts() -> None:
         for wrong in (parts | {"budgets": {"user": 0}}, parts | {"x": 1}, {"user": 1}):
             assert (await call(fleet, CHAT, {"context": wrong}))[0] == 400
         assert (await call(fleet, CHAT, body | {"messages": MESSAGES}))[0] == 400
+
+
+async def test_an_embedding_is_computed_once_for_a_text() -> None:
+    batches: list[list[str]] = []
+
+    async def embed(request: web.Request) -> web.Response:
+        body = await request.json()
+        texts = [body["input"]] if isinstance(body["input"], str) else body["input"]
+        batches.append(texts)
+        data = [{"object": "embedding", "index": i, "embedding": [len(text), 0.5]}
+                for i, text in enumerate(texts)]  # fmt: skip
+        usage = {"prompt_tokens": 4, "total_tokens": 4}
+        return web.json_response({"object": "list", "data": data, "model": "stub", "usage": usage})
+
+    stub = Stub("w", stock=True, routes={"/v1/embeddings": embed})
+    async with serving(stub, caches=("embedding=1MiB",)) as fleet:
+        page = "/v1/embeddings"
+        for texts in (["a", "bbb"], "bbb", ["bbb", "a"]):
+            status, reply = await call(fleet, page, {"model": "stub", "input": texts})
+            lengths = [row["embedding"][0] for row in reply["data"]]
+            asked = [texts] if isinstance(texts, str) else texts
+            assert (status, lengths) == (200, [len(text) for text in asked])
+        assert batches == [["a", "bbb"]]
+        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 4
+        for other in ({"dimensions": 2}, {"cache_salt": "x"}, {"input": ["a", "new"]}):
+            await call(fleet, page, {"model": "stub", "input": "a"} | other)
+        assert len(batches) == 4

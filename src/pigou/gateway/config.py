@@ -147,7 +147,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         tuple[str, ...],
         option(
             "Cache above the engine, LAYER=SIZE[,ttl=SECONDS][,quota=SHARE][,policy=NAME], of "
-            "answer, semantic, tool, retrieval, context. Repeatable.",
+            "answer, semantic, tool, retrieval, embedding, context. Repeatable.",
             "Gateway",
             name="cache",
         ),

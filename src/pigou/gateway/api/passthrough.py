@@ -18,9 +18,11 @@ import msgspec
 from aiohttp import web
 
 from pigou.control.messages import FirstToken, Shed
-from pigou.gateway.api.page import APIPage, APIPages
+from pigou.gateway.api.page import JSON, APIPage, APIPages
 from pigou.gateway.auth.keys import Key, current_key
 from pigou.gateway.auth.tenure import read_tenure_headers
+from pigou.gateway.caches import embeddings
+from pigou.gateway.caches.layers import CACHE_HEADER, CacheControl
 from pigou.gateway.failure import WorkerFailed, busy
 from pigou.gateway.gateway import Gateway
 from pigou.gateway.model_routing import GatewayModel
@@ -80,6 +82,7 @@ class Passthrough:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway, self._models, self._config = gateway, gateway.routing, gateway.config
         self._routes = gateway.server_routes
+        self._embeddings = embeddings.EmbeddingCache(gateway.caches)
         self._owners: OrderedDict[str, tuple[str, str]] = OrderedDict()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -114,12 +117,25 @@ class Passthrough:
             servers = self._continuing(servers, body, key)
             data = self._salted(sent, body, tenure, model)
         run = _run_of(request, body, data, key, model.adapter(name))
+        known = None
+        if path == embeddings.PATH and sent is not None:
+            fields = BodyFields(model=name, cache_salt=_text(_object(sent), "cache_salt"))
+            whole = model.scope(self._config.release).whole(tenure, fields, body, chat=False)
+            known = self._embeddings.ask(body, whole, CacheControl.read(request.headers))
+        if known is not None:
+            run.lookup, texts = known
+            reply = self._embeddings.reply(run.lookup, texts, name or model.served_name)
+            if reply is not None:
+                return web.Response(body=reply, content_type=JSON, headers={CACHE_HEADER: "hit"})
         plane_driver = model.plane_driver
         if request.method != "POST":
             server = min(servers, key=lambda up: up.inflight)
             return await self._passed(request, run, server, data, plane_driver)
         with self._gateway.key_loads.accepted(key, *run.load) as run.quota:
-            return await self._admitted(request, run, servers, data, model)
+            answer = await self._admitted(request, run, servers, data, model)
+        if known is not None and answer.status == 200:
+            self._embeddings.store(*known)
+        return answer
 
     async def _admitted(
         self, request: web.Request, run: GatewayRun, servers: list[Upstream], data: Any,
@@ -180,6 +196,8 @@ class Passthrough:
                     raise _RouteAbsent
                 out = web.StreamResponse(status=reply.status, headers=_reply_headers(reply, run))
                 out.headers["x-pigou-worker"] = upstream.worker.id
+                if run.lookup is not None:
+                    out.headers[CACHE_HEADER] = run.lookup.status
                 await out.prepare(request)
                 await out.write(first)
                 await self._copy(reply, out, run, upstream, plane_driver)
@@ -209,6 +227,8 @@ class Passthrough:
             if len(head) < _HEAD_BYTES:
                 head += data[:_HEAD_BYTES]
                 self._note_owner(head, run, up)
+            if run.lookup is not None:
+                run.lookup.record(data)
             async with asyncio.timeout(self._config.client_timeout or None):
                 await out.write(data)
 

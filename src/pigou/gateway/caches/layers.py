@@ -137,8 +137,6 @@ class CacheOption(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def check(self) -> None:
         """Raise ConfigError for a value out of bounds."""
-        if self.layer is CacheLayer.EMBEDDING:
-            raise ConfigError("cache embedding: embeddings are not cached yet; leave it out")
         check_bounds(f"cache {self.layer}: size", self.size, ge=1)
         check_bounds(f"cache {self.layer}: ttl", self.ttl, gt=0)
         for name, value in (("quota", self.quota), ("threshold", self.threshold)):
