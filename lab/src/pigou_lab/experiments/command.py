@@ -33,7 +33,7 @@ def experiment(
         typer.Argument(
             help="table4, regimes, adaptive, pareto-below, pareto-at, knee, saturated, "
             "overlap-weights, counterfactual, mechanisms, toll, planner, oscillation, "
-            "three-games, alerts, gateways, costs, racks, tiers, or all."
+            "three-games, alerts, gateways, learners, costs, racks, tiers, or all."
         ),
     ],
     out: Annotated[str, typer.Option(help="Folder to write results.json to.")],
@@ -55,7 +55,8 @@ def experiment(
         typer.Option(
             help="Levels of concurrency, as 96,128; by default all. For planner and three-games "
             "per cent of load, for oscillation seconds of lag, for gateways milliseconds of "
-            "lag, for costs claims, for racks ms of ITL, for alerts failure modes."
+            "lag, for learners capacity in per cent of the load, for costs claims, for racks ms "
+            "of ITL, for alerts failure modes."
         ),
     ] = "",
     seed: Annotated[int, typer.Option(help="First seed.")] = 1,

@@ -13,6 +13,7 @@ from pigou_lab.experiments import (
     counterfactual,
     equilibria,
     gateways,
+    learners,
     mechanisms,
     oscillation,
     paper,
@@ -131,6 +132,11 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         "several gateways: anarchy and unfairness by their number and seconds of lag",
         gateways.gateways, lambda rows, *_: gateways.verdict(rows), 3, gateways.LAGS_MS,
         ("lag_s", "anarchy", "ttft_ratio", "poa", "unfairness"), reads=False,
+    ),
+    "learners": Experiment(
+        "tenants that learn where to send, by capacity factor in per cent, with tolls and without",
+        learners.learners, lambda rows, *_: learners.verdict(rows), 3, learners.LEVELS,
+        ("contender", "stable", "growth", "backlog", "e2e_mean_s"), reads=False,
     ),
     "costs": Experiment(
         "claims about costs: 1 utilisation and split, 2 throughput of a split, 3 20 ms of SLO",

@@ -328,6 +328,23 @@ def experts(
     write_json("--json", json, {"nested": nested, "activation_us": rows})
 
 
+@game.command("sharing")
+def sharing(
+    trials: Annotated[int, typer.Option(help="Random instances of each mechanism.")] = 30,
+    seed: Annotated[int, typer.Option(help="Seed of the instances.")] = 0,
+    json: Json = "",
+) -> None:
+    """Solve mechanisms that share resources, and search for violations of their properties."""
+    from pigou_lab.games.sharing import audits, known_answers
+
+    check_json(json)
+    check_bounds("--trials", trials, ge=1, le=MAX_COUNT)
+    answers, rows = known_answers(), audits(trials, seed)
+    _table(answers)
+    _table(rows)
+    write_json("--json", json, {"answers": answers, "properties": rows})
+
+
 def _made(make: Any) -> Any:
     """Call, and refuse what the game refuses as what was typed."""
     try:
