@@ -68,13 +68,13 @@ def plus_minus_one(target: int, start: int, lag: int, steps: int) -> Response:
         ready += orders.pop(0)
         path.append(ready)
     side = 1 if target >= start else -1
-    beyond = max(0, *(side * (workers - target) for workers in path))
+    overshoot = max(0, *(side * (workers - target) for workers in path))
     changes = sum(one != other for one, other in itertools.pairwise(signs))
     away = [at for at, workers in enumerate(path) if workers != target]
     settled = away[-1] + 1 if away else 0
     # An order under way would move it again.
     still = settled < steps and not any(orders)
-    return Response(tuple(path), beyond, changes, settled if still else None)
+    return Response(tuple(path), overshoot, changes, settled if still else None)
 
 
 def lagged_integrator_stable(gain: float, lag: float) -> bool:

@@ -78,9 +78,9 @@ class Learners:
         chances += self.explore / chances.shape[-1]
         return chances
 
-    def learn(self, losses: Floats, players: slice | int | list[int] = slice(None)) -> None:
-        """Charge losses; for EXP3 those of the chosen arm over its chance, of others 0."""
-        log = self.log_weights[players] - self.rate * losses
+    def learn(self, charges: Floats, players: slice | int | list[int] = slice(None)) -> None:
+        """Charge charges; for EXP3 those of the chosen arm over its chance, of others 0."""
+        log = self.log_weights[players] - self.rate * charges
         log -= log.max(axis=-1, keepdims=True)
         if self.share:
             weight = np.exp(log)
@@ -95,7 +95,7 @@ class QueueRun:
 
     backlog: Floats  # packets at the end, (queues,)
     served: Floats  # packets a step, (queues,)
-    mean_backlog: float  # of all queues together, over the second half
+    mean_backlog: float  # packets of all queues, over the second half
     growth: float
 
     def stable(self, tolerance: float = 0.05) -> bool:
@@ -118,11 +118,11 @@ def simulate_queues(
     n, m = len(rates), len(speeds)
     learners = Learners(n, m, rate=rate, explore=explore if strategy == "exp3" else 0.0)
     queues: list[deque[int]] = [deque() for _ in range(n)]
-    held, served, came = np.zeros(m, np.int64), np.zeros(n), 0
+    held, served, total = np.zeros(m, np.int64), np.zeros(n), 0
     sizes = np.zeros(steps)
     for step in range(steps):
         arrived = np.flatnonzero(rng.random(n) < rates).tolist()
-        came += len(arrived) if step >= steps // 2 else 0
+        total += len(arrived) if step >= steps // 2 else 0
         for i in arrived:
             queues[i].append(step)
         chances = learners.chances()
@@ -142,11 +142,11 @@ def simulate_queues(
         if strategy != "uniform":
             rank = np.argsort(order)
             first = np.where(taken >= 0, rank[taken], n)
-            losses = (~(takes & (first >= rank[:, None]))[sending]).astype(np.float64)
+            charges = (~(takes & (first >= rank[:, None]))[sending]).astype(np.float64)
             if strategy == "exp3":
                 chosen = np.arange(m) == choice[sending, None]
-                losses = np.where(chosen, losses / chances[sending], 0.0)
-            learners.learn(losses, sending)
+                charges = np.where(chosen, charges / chances[sending], 0.0)
+            learners.learn(charges, sending)
         for j in np.flatnonzero(takes & (taken >= 0)).tolist():
             queues[taken[j]].popleft()
             served[taken[j]] += 1
@@ -155,7 +155,7 @@ def simulate_queues(
     grown = sizes[-steps // 20 :].mean() - sizes[steps // 2 : steps // 2 + steps // 20 + 1].mean()
     backlog = np.array([len(queue) for queue in queues], dtype=np.float64)
     late = float(sizes[steps // 2 :].mean())
-    return QueueRun(backlog, served / steps, late, float(grown / max(1, came)))
+    return QueueRun(backlog, served / steps, late, float(grown / max(1, total)))
 
 
 def _check_run(strategy: Strategy, priority: Priority, steps: int, buffers: int) -> None:

@@ -32,6 +32,7 @@ from pigou.control.routing.view import Candidates, FleetView
 from pigou.games import Floats
 from pigou.games.strategic_queues import Learners
 from pigou.request import SECOND
+from pigou.sim.arrival_rate import renewal_times
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.request_run import RequestRun
@@ -39,7 +40,7 @@ from pigou.sim.result import SimulationResult
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import Simulation, unlimited
 from pigou.sim.virtual_clock import EPOCH
-from pigou.sim.workload import OpenLoop, RequestSession, RequestSpec, renewal_times
+from pigou.sim.workload import OpenLoop, RequestSession, RequestSpec
 from pigou_lab.experiments.fleets import PaperFleet, Reading
 from pigou_lab.experiments.results import COMPARED, Row, over_seeds, run_simulation
 
@@ -130,7 +131,8 @@ def simulate(contender: Contender, rate: float, seconds: float, seed: int) -> Si
 
 
 def _load(rate: float, seconds: float, seed: int) -> OpenLoop:
-    rng, sessions = np.random.default_rng(1000 + seed), []
+    rng = np.random.default_rng(1000 + seed)
+    sessions: list[RequestSession] = []
     for start in renewal_times(rate, 1.0, np.random.default_rng(seed)):
         if start >= seconds * SECOND:
             break
