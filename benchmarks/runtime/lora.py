@@ -41,11 +41,13 @@ REPORT_S = 1.0
 class SimulatedWorker:
     """An engine core, its slots and its one loader."""
 
-    def __init__(self, name: str, slots: int, load_s: float) -> None:
+    def __init__(self, name: str, slots: int, load_s: float, evict: str) -> None:
         config = EngineConfig(blocks=8192, max_seqs=32, max_batched_tokens=2048,
                               max_model_len=4096, max_loras=slots)  # fmt: skip
         self.name, self.slots, self.load_s = name, slots, load_s
         self.core = EngineCore(config)
+        if evict == "lru":  # ties go to the least recently used
+            self.core._state.adapters.value = lambda _: 0.0  # type: ignore[union-attr]
         self.device: dict[int, str] = {}
         self.loader_free = self.loads = 0
         self.plan: Plan | None = None
@@ -54,9 +56,12 @@ class SimulatedWorker:
 class Fleet:
     """Runs arrivals through a plane and its workers, in virtual nanoseconds."""
 
-    def __init__(self, policy: str, workers: int, slots: int, load_s: float, priced: bool) -> None:
+    def __init__(
+        self, policy: str, workers: int, slots: int, load_s: float, priced: bool, evict: str
+    ) -> None:
         self.plane = ControlPlane(ControlConfig(policy=policy))
-        self.workers = {f"w{i}": SimulatedWorker(f"w{i}", slots, load_s) for i in range(workers)}
+        names = [f"w{i}" for i in range(workers)]
+        self.workers = {name: SimulatedWorker(name, slots, load_s, evict) for name in names}
         for name in self.workers:
             self.plane.observe(WorkerUp(Worker(name, "http://x", blocks=8192, max_seqs=32)), 0)
         self.priced = priced
@@ -124,7 +129,7 @@ class Fleet:
     def loaded(self, worker: SimulatedWorker, load: Any, now: int) -> None:
         """End a load."""
         worker.device[load.slot] = load.adapter
-        worker.core.adapter_loaded(load.adapter)
+        worker.core.adapter_loaded(load.adapter, True, worker.load_s)
         self.step(worker, now)
 
     def finish(self, worker: SimulatedWorker, now: int) -> None:
@@ -170,19 +175,19 @@ def routing(options: argparse.Namespace) -> None:
     }
     table: dict[str, list[tuple[float, float, float]]] = {}
     for seed in options.seeds:
-        for label, (policy, priced) in kinds.items():
-            fleet = Fleet(policy, options.workers, options.slots, options.load, priced)
+        for (label, (policy, priced)), evict in itertools.product(kinds.items(), options.evict):
+            fleet = Fleet(policy, options.workers, options.slots, options.load, priced, evict)
             work = workload(seed, options.count, options.rate, options.adapters, options.skew)
             fleet.run(work)
             ttft = np.array([fleet.first[r.id] - fleet.arrivals[r.id] for r in work]) / SECOND
             loads = sum(worker.loads for worker in fleet.workers.values()) / len(work)
             row = float(ttft.mean()), float(np.quantile(ttft, 0.99)), loads
-            table.setdefault(label, []).append(row)
-    best = np.mean(table["toll, adapter prices"], axis=0)
-    print(f"{'router':26}{'TTFT mean':>12}{'P99':>10}{'loads/request':>15}{'mean, of ours':>15}")
+            table.setdefault(f"{label}, {evict}", []).append(row)
+    best = np.mean(table[f"toll, adapter prices, {options.evict[-1]}"], axis=0)
+    print(f"{'router, eviction':32}{'TTFT mean':>12}{'P99':>10}{'loads/request':>15}{'of ours':>9}")
     for label, rows in table.items():
         mean, p99, loads = np.mean(rows, axis=0)
-        print(f"{label:26}{mean:10.3f} s{p99:8.3f} s{loads:15.3f}{mean / best[0]:14.2f}x")
+        print(f"{label:32}{mean:10.3f} s{p99:8.3f} s{loads:15.3f}{mean / best[0]:8.2f}x")
 
 
 def batch(options: argparse.Namespace) -> None:
@@ -247,6 +252,7 @@ def main() -> None:
     routes.add_argument("--load", type=float, default=0.1)
     routes.add_argument("--count", type=int, default=1200)
     routes.add_argument("--seeds", type=int, nargs="+", default=[11, 12, 13])
+    routes.add_argument("--evict", nargs="+", default=["lru", "value"], choices=["lru", "value"])
     routes.set_defaults(call=routing)
     batches = parts.add_parser("batch")
     batches.add_argument("model", nargs="?", default="bundled")

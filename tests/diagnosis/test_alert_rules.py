@@ -38,6 +38,10 @@ SERIES = {
          "pigou_requests_queued": "5x30"},
     13: {'pigou_stream_stalls_total{cause="client"}': "0+1x30",
          'pigou_stream_stalls_total{cause="engine"}': "0x30"},
+    15: {'pigou_lora_loads_total{worker="a"}': "0+60x30",
+         'pigou_lora_load_seconds_total{worker="a"}': "0+24x30"}
+    | {f'pigou_time_to_first_token_seconds_bucket{{le="{le}"}}': f"0+{count}x30"
+       for le, count in (("0.1", 0), ("1", 100), ("+Inf", 100))},
     16: {'pigou_tier_restored_blocks_total{worker="a",tier="disk"}': "0+60x30",
          'pigou_tier_queued_blocks{worker="a",tier="disk"}': "2000x30"},
     17: {'pigou_worker_running{worker="a"}': "0.1x30", "pigou_requests_queued": "0x30",
@@ -51,6 +55,10 @@ SERIES = {
 #: A busy fleet without a fault; a worker of it was started anew, and its prefill worker computes.
 HEALTHY = {
     'pigou_worker_restarts_total{worker="a"}': "0x12 1x20",
+    'pigou_lora_loads_total{worker="a"}': "0+60x30",  # often, and each in 10 ms of 550
+    'pigou_lora_load_seconds_total{worker="a"}': "0+0.6x30",
+    **{f'pigou_time_to_first_token_seconds_bucket{{le="{le}"}}': f"0+{count}x30"
+       for le, count in (("0.1", 0), ("1", 100), ("+Inf", 100))},
     'pigou_worker_out_of_memory_total{worker="a"}': "0x30",
     'vllm:kv_cache_usage_perc{worker="a"}': "0.97x30",
     'vllm:num_preemptions_total{worker="a"}': "7x30",

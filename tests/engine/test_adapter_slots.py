@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pigou.config import EngineConfig
+from pigou.engine.adapters import AdapterSlots
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import AdapterLoad, Plan, Result
+from pigou.kv.memory_price import held_value
+from pigou.kv.offload import RecomputeCost
+from pigou.kv.tier_eviction.policy import TierSetting
+from pigou.kv.tier_eviction.price import PriceEviction, PriceParams
+from pigou.kv.tier_eviction.reuse import age_bin, use_class
 from pigou.request import FinishReason, Request
 
 CONFIG = {"block_size": 4, "max_batched_tokens": 64, "max_model_len": 64}
@@ -115,6 +122,32 @@ def test_a_slot_whose_requests_were_aborted_while_it_loaded_goes_to_the_next() -
     driver.core.abort("a")
     driver.run(20)
     assert driver.admitted == ["b"]
+
+
+def test_the_idle_adapter_of_least_value_leaves_whatever_was_used_last() -> None:
+    driver = Driver(core_of(2))
+    for at, model in enumerate(["hot", "hot", "hot", "once", "new"]):
+        driver.core.add(request(f"{at}", model, 1, arrival=at))
+        driver.run(10)
+    driver.core.add(request("last", "hot", 1, arrival=9))
+    driver.run(10)
+    assert driver.loads == ["hot", "once", "new"], "the least recently used would be loaded again"
+
+
+def test_value_is_use_times_reload_seconds_over_bytes_as_for_kv_in_a_tier() -> None:
+    slots = AdapterSlots(2, 4, lambda name: True)
+    for name, seconds in (("slow", 0.9), ("quick", 0.1)):
+        slots.admits(name)
+        slots.loaded(name, True, seconds)
+    for name in ["quick"] * 3 + ["slow"]:
+        slots.enter(name)
+        slots.leave(name)
+    # one use in four of 0.9 s is worth more than three of 0.1 s
+    assert slots.value("slow") == pytest.approx(3 * slots.value("quick"), rel=0.05)
+    setting = TierSetting(1, recompute_cost=RecomputeCost(base=0.9, slope=0.0, restore=0.0))
+    tier = PriceEviction(setting, PriceParams())
+    rate = tier.reuse.rates[use_class(1)][age_bin(0)]
+    assert tier.value(1, 0, 0, 100) == pytest.approx(held_value(rate, 0.9, 100))
 
 
 @settings(max_examples=60, deadline=None)

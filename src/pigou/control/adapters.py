@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import exp
 
@@ -30,14 +30,14 @@ class WorkerAdapters:
     fresh: set[str] = field(default_factory=set)  # adapters sent there since its last report
     free_at: int = 0  # end of the loads under way, which take turns
 
-    def take(self, adapter: str, now: int) -> bool:
-        """Use an adapter; True if it has to be loaded."""
+    def take(self, adapter: str, now: int, demand: Callable[[str, int], float]) -> bool:
+        """Use an adapter, in the place of that of least demand; True if it has to be loaded."""
         ready_at = self.loaded.pop(adapter, None)
         new = ready_at is None
         if ready_at is None:
             ready_at = self.free_at = max(self.free_at, now) + int(self.load_s * SECOND)
             if len(self.loaded) >= self.slots:
-                del self.loaded[next(iter(self.loaded))]
+                del self.loaded[min(self.loaded, key=lambda name: demand(name, now))]
         self.loaded[adapter] = ready_at
         self.fresh.add(adapter)
         return new
@@ -79,7 +79,7 @@ class AdapterTable:
         """Note a route to one or two workers."""
         self._counts[adapter] = self.demand(adapter, now) + 1.0, now
         for worker in workers:
-            if worker in self._workers and self._workers[worker].take(adapter, now):
+            if worker in self._workers and self._workers[worker].take(adapter, now, self.demand):
                 self.cold.add(request)
 
     def demand(self, adapter: str, now: int) -> float:
@@ -102,7 +102,7 @@ class AdapterTable:
                 continue
             load_s[row] = known.wait_s(adapter, now)
             if adapter not in known.loaded and len(known.loaded) >= known.slots:
-                other = self.demand(next(iter(known.loaded)), now)
+                other = min(self.demand(name, now) for name in known.loaded)
                 displaced_s[row] = known.load_s * other / max(other + own, 1e-9)
         return AdapterPrices(load_s, displaced_s)
 

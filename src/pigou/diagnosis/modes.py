@@ -74,6 +74,10 @@ _MODES = (
         remedy="Placement of adapters on workers by use.",
         look=("`pigou_lora_loads_total` and `vllm:lora_adapter_loaded` of each worker.",
               "`vllm:lora_requests_info`: adapters that run and wait; `max_lora`: its slots."),
+        alert="rate(pigou_lora_loads_total[5m]) > {loads} and "
+        "rate(pigou_lora_load_seconds_total[5m]) / rate(pigou_lora_loads_total[5m]) > "
+        "on () group_left () {share} * histogram_quantile(0.5, "
+        "sum by (le) (rate(pigou_time_to_first_token_seconds_bucket[5m])))",
     ),
     FailureMode(
         number=16, name="offload collapse",

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Callable
 
 from pigou.engine.plan import AdapterLoad
+from pigou.kv.memory_price import UseRates, held_value
 
 
 class AdapterSlots:
-    """Which adapter is in which slot; idle ones are evicted, least recently used first.
+    """Which adapter is in which slot; of the idle ones that of least `value` is evicted.
 
-    Others overtake an adapter that waits for a slot. After `patience` admissions the least recently
-    used adapter admits nobody more, until its slot is idle.
+    Others overtake an adapter that waits for a slot. After `patience` admissions the adapter of
+    least value admits nobody more, until its slot is idle. Ties go to the least recently used.
     """
 
     def __init__(self, slots: int, patience: int, is_wanted: Callable[[str], bool]) -> None:
@@ -25,6 +26,8 @@ class AdapterSlots:
         self._unused: set[str] = set()  # since they were given their slot
         self._queue: dict[str, int] = {}  # admissions since an adapter waits for a slot, in order
         self._closing = ""  # admits nobody
+        self._rates = UseRates()
+        self._load_s: dict[str, float] = {}  # seconds of the last load
         self._patience, self._is_wanted = patience, is_wanted
 
     def admits(self, adapter: str) -> bool:
@@ -40,11 +43,13 @@ class AdapterSlots:
         """Note that a request took a row."""
         self._unused.discard(adapter)
         self._users[adapter] += bool(adapter)
+        if adapter:
+            self._rates.use(adapter)
         for first in self._queue:
             self._queue[first] += 1
             if self._queue[first] >= self._patience and not self._closing:
                 ready = [name for name in self._slots if name not in self._loading | self._unused]
-                self._closing = next(iter(ready), "")
+                self._closing = min(ready, key=self.value, default="")
             break
 
     def leave(self, adapter: str) -> None:
@@ -52,10 +57,16 @@ class AdapterSlots:
         self._users[adapter] -= bool(adapter)
         self.assign()
 
-    def loaded(self, adapter: str, good: bool) -> None:
+    def value(self, adapter: str) -> float:
+        """Return what a slot is worth to an adapter, `held_value` per slot: all are of one size."""
+        return held_value(self._rates.rate(adapter), self._load_s.get(adapter, 1.0), 1)
+
+    def loaded(self, adapter: str, good: bool, seconds: float = 0.0) -> None:
         """Note the end of a load; a failed one frees the slot."""
         self._loading.remove(adapter)
-        if not good:
+        if good and seconds > 0:
+            self._load_s[adapter] = seconds
+        elif not good:
             self._unused.remove(adapter)
             self._free.append(self._slots.pop(adapter))
         self.assign()
@@ -70,9 +81,10 @@ class AdapterSlots:
                 self._closing = ""
                 self._free.append(self._slots.pop(adapter))
             if not self._free:
-                idle = next((name for name in self._slots if self._is_idle(name)), None)
-                if idle is None:
+                idles = [name for name in self._slots if self._is_idle(name)]
+                if not idles:
                     return
+                idle = min(idles, key=lambda name: (name != self._closing, self.value(name)))
                 self._closing = "" if idle == self._closing else self._closing
                 self._free.append(self._slots.pop(idle))
             del self._queue[adapter]

@@ -175,7 +175,7 @@ class EngineCore:
         finish_load(self._state, request, int(tokens), failed)
         return self._state.flush(Effects())
 
-    def adapter_loaded(self, adapter: str, good: bool = True) -> Effects:
+    def adapter_loaded(self, adapter: str, good: bool = True, seconds: float = 0.0) -> Effects:
         """End a plan's `AdapterLoad`; requests that wait for one which failed end with an error."""
         state = self._state
         assert state.adapters is not None, "without slots nothing is loaded"
@@ -185,7 +185,7 @@ class EngineCore:
             state.queue.remove(seq)
             state.forget(seq)
             ended.finished.append(state.finished(seq, FinishReason.ERROR))
-        state.adapters.loaded(adapter, good)
+        state.adapters.loaded(adapter, good, seconds)
         state.queue.unpark(adapter)
         return state.flush(ended)
 

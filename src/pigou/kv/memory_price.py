@@ -7,7 +7,7 @@ Eviction is a knapsack of equal-sized items, so the optimum is a threshold on th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
 
@@ -28,6 +28,8 @@ ONE_SIDED = 8
 SHARE = 0.5
 #: Log distance to the marginal return below which the price does not move.
 DEADBAND = 0.05
+#: Later uses of any key after which a use weighs 1/e (`UseRates`).
+MEMORY_USES = 128
 
 
 def exponentiated_price(
@@ -112,6 +114,31 @@ class MemoryPrice:
         self._above, before = above, self._steps
         self._steps += steps
         return 2.0 * FIRST_RATE * self._rate * (math.sqrt(self._steps) - math.sqrt(before))
+
+
+def held_value(rate: float, reload_s: float, size: int) -> float:
+    """Return the seconds saved per byte and second by holding what costs `reload_s` per use."""
+    return rate * reload_s / size
+
+
+class UseRates:
+    """Share of each key in recent uses; a use weighs 1/e after `MEMORY_USES` later ones."""
+
+    def __init__(self) -> None:
+        self._uses = 0
+        self._weights: dict[Hashable, tuple[float, int]] = {}  # weight, and uses when it was set
+
+    def use(self, key: Hashable) -> None:
+        """Record a use."""
+        self._weights[key] = 1.0 + self.rate(key) * MEMORY_USES, self._uses
+        self._uses += 1
+        if self._uses % (8 * MEMORY_USES) == 0:
+            self._weights = {k: w for k, w in self._weights.items() if self.rate(k) > 1e-4}
+
+    def rate(self, key: Hashable) -> float:
+        """Return a key's uses per use of any."""
+        weight, at = self._weights.get(key, (0.0, 0))
+        return weight * math.exp((at - self._uses) / MEMORY_USES) / MEMORY_USES
 
 
 class EvictionCurve(NamedTuple):

@@ -18,6 +18,7 @@ from prometheus_client.core import Metric
 
 from pigou.config import ConfigError
 from pigou.engine.plan import AdapterLoad
+from pigou.kv.memory_price import UseRates, held_value
 from pigou.metric_rows import counter_family, gauge_family
 from pigou.models import ModelError
 from pigou.wire.errors import APIError, bad_request, decoded
@@ -64,7 +65,8 @@ def name_of(key: str) -> str:
 class AdapterStore:
     """Adapters by name; a thread of its own reads them and fills the device's slots.
 
-    Host memory keeps the `max_host` used last; the others are read again when a slot takes them.
+    Host memory keeps `max_host` of the highest `held_value`, and the newest; the others are read
+    again when a slot takes them.
     """
 
     def __init__(
@@ -77,6 +79,8 @@ class AdapterStore:
         self.served: dict[str, ServedAdapter] = {}
         self._paths: dict[str, str] = {}  # by key, unloaded versions included
         self._host: dict[str, Any] = {}  # by key, least recently used first
+        self._rates = UseRates()  # loads to slots
+        self._read_s: dict[str, float] = {}  # seconds to read each key
         self._device: dict[int, str] = {}  # keys by slot
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self.loads, self.load_s = 0, 0.0
@@ -95,9 +99,10 @@ class AdapterStore:
                 f"The lora adapter {name!r} has already been loaded. If you want to load the "
                 "adapter in place, set 'load_inplace' to True."
             )
+        began = time.monotonic()
         weights = self._read(Path(path))
         key = f"{name}@{weights.digest}"
-        self._keep(key, weights)
+        self._keep(key, weights, time.monotonic() - began)
         self._paths[key] = path
         self.served[name] = ServedAdapter(name, path, key, int(time.time()))
 
@@ -118,27 +123,34 @@ class AdapterStore:
         except Exception as failure:  # the engine waits for an answer
             error = str(failure) if isinstance(failure, ModelError) else repr(failure)
             log.error("adapter %s cannot be loaded: %s", load.adapter, error)
-        self.loads, self.load_s = self.loads + 1, self.load_s + time.monotonic() - began
-        self.answer(AdapterLoaded(load.adapter, error))
+        seconds = time.monotonic() - began
+        self.loads, self.load_s = self.loads + 1, self.load_s + seconds
+        self.answer(AdapterLoaded(load.adapter, error, seconds))
 
     def _weights(self, key: str) -> Any:
+        self._rates.use(key)
         if (weights := self._host.pop(key, None)) is not None:
             self._host[key] = weights
             return weights
+        began = time.monotonic()
         weights = self._read(Path(self._paths[key]))
         if not key.endswith(f"@{weights.digest}"):
             raise ModelError(
                 f"The files of adapter {name_of(key)!r} have changed since it was loaded; load it "
                 "again with load_inplace."
             )
-        self._keep(key, weights)
+        self._keep(key, weights, time.monotonic() - began)
         return weights
 
-    def _keep(self, key: str, weights: Any) -> None:
+    def _keep(self, key: str, weights: Any, read_s: float) -> None:
         self._host.pop(key, None)
+        self._read_s[key] = read_s
+        while len(self._host) >= self._max_host:
+            del self._host[min(self._host, key=self._value)]
         self._host[key] = weights
-        while len(self._host) > self._max_host:
-            del self._host[next(iter(self._host))]
+
+    def _value(self, key: str) -> float:
+        return held_value(self._rates.rate(key), self._read_s[key], self._host[key].bytes)
 
     # --- HTTP -------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import msgspec
 
 from pigou.config import check_bounds, check_fields
 from pigou.kv.block import Block, Entry
+from pigou.kv.memory_price import held_value
 from pigou.kv.offload import RecomputeCost
 from pigou.kv.tier_eviction.policy import EvictionPolicy, TierSetting
 from pigou.kv.tier_eviction.reuse import AT_ONCE, ReuseModel, age_bin, use_class
@@ -76,7 +77,7 @@ class PriceEviction(EvictionPolicy):
         """Return a block's value in s/(byte s); `age` in ns, `depth` of the chain's last block."""
         cost = self.setting.recompute_cost
         saved = cost.base + 0.5 * cost.slope * depth - cost.restore * size
-        return self.reuse.rates[use_class(uses)][age_bin(age)] * max(saved, 0.0) / size
+        return held_value(self.reuse.rates[use_class(uses)][age_bin(age)], max(saved, 0.0), size)
 
     def _present_value(self, entry: Entry, now: int) -> float:
         block = entry.block

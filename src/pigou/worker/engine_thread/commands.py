@@ -85,6 +85,7 @@ class AdapterLoaded(msgspec.Struct, frozen=True):
 
     adapter: str
     error: str
+    seconds: float = 0.0
 
 
 class OffloadDone(msgspec.Struct, frozen=True):

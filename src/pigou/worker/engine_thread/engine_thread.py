@@ -215,7 +215,7 @@ class EngineThread:
             self.transfers.decline(add.ticket or {})
 
     def _adapter_loaded(self, loaded: AdapterLoaded) -> None:
-        effects = self._core.adapter_loaded(loaded.adapter, not loaded.error)
+        effects = self._core.adapter_loaded(loaded.adapter, not loaded.error, loaded.seconds)
         for ended in effects.finished:
             self._decline(ended.request)
             self._out.failed.append(Failed(ended.request, 500, loaded.error))
