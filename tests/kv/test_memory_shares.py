@@ -212,6 +212,23 @@ def test_the_excess_over_the_budget_grows_with_the_root_of_steps_at_most(seed: i
     assert np.abs(excess_blocks[1100:]).mean() < 5.0
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_return_kept_is_nearly_that_of_the_best_fixed_price_of_each_load(seed: int) -> None:
+    """At a falling rate that starts anew: 2% of the return, 1% of the budget, at most."""
+    rng = np.random.default_rng(200 + seed)
+    values = rng.pareto(1.5, (2000, 200)) * 0.01
+    values[1000:] *= 3.0
+    memory_price, kept, wanted = MemoryPrice(70, 0.1, by_price=True), 0.0, 0
+    memory_price.note(float(np.sort(values[0])[-71]))
+    for returns in values:
+        above = returns >= memory_price.price
+        kept, wanted = kept + float(returns[above].sum()), wanted + int(above.sum())
+        memory_price.step(int(above.sum()), 1)
+    halves = [np.sort(half, axis=None)[-70_000:] for half in (values[:1000], values[1000:])]
+    assert wanted <= 70 * 2000 * 1.01
+    assert kept >= 0.98 * sum(float(half.sum()) for half in halves)
+
+
 def test_rates_fall_as_the_root_of_steps_however_many_are_reported_at_once() -> None:
     singles, whole = (MemoryPrice(100, 0.1, by_price=True) for _ in range(2))
     for memory_price in (singles, whole):
