@@ -108,6 +108,8 @@ async def test_a_changed_corpus_or_permission_never_answers_from_before() -> Non
             assert (await running)[1] == "miss"
             script.held = None
             assert (await ask(fleet, headers=CORPUS, seed=seed))[1] == "miss"
+        for at in (1e300, -1, 1e10):
+            assert (await call(fleet, "/v1/manifest", change | {"changed_at": at}))[0] == 400
         old = CORPUS | {"X-Pigou-Tenure-Corpus": "handbook@2"}
         assert [(await ask(fleet, headers=old))[1] for _ in range(2)] == ["miss", "miss"]
 

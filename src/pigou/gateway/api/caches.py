@@ -154,13 +154,15 @@ class CachesAPI:
         if body.tenant is not None and body.tenant != key.tenant:
             check_admin(key)
         now = time.time_ns()
-        at = now if body.changed_at is None else int(body.changed_at * SECOND)
-        if not 0 < at <= now + 60 * SECOND:
+        at_s = now / SECOND if body.changed_at is None else body.changed_at
+        if not 0 < at_s <= now / SECOND + 60:
             raise bad_request(
                 f"changed_at is {body.changed_at}; it must be a past Unix time.", "changed_at"
             )
         tenant = key.tenant if body.tenant is None else body.tenant
-        return self._changed(tenant, body.field, body.value, body.version, at, NEVER)
+        return self._changed(
+            tenant, body.field, body.value, body.version, int(at_s * SECOND), NEVER
+        )
 
     async def end_session(self, request: web.Request) -> web.Response:
         """End a session: nothing that it left is found again, by whichever gateway."""
