@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 from tests.e2e.client import SECRET, Endpoint
+from tests.lib.forked_python import Popen
 
 from pigou.wire.fleet_secret import VARIABLE
 
@@ -76,7 +77,7 @@ class Fleet(Endpoint):
     def run(cls, command: Sequence[str], log: Path) -> Fleet:
         """Run a command that prints a line with its port or URL once it is ready."""
         with log.open("w") as errors:
-            process = subprocess.Popen(
+            process = Popen(
                 command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
                      VARIABLE: SECRET},

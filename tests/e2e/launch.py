@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import uvloop
+from tests.lib.forked_python import Forks, Popen
 
 from pigou.config import ControlConfig
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
@@ -40,6 +41,7 @@ async def main(settings: dict[str, Any]) -> None:
             secret=secret,
             registry=open_registry(url, secret) if url else None,
             prefill_queue=settings.get("prefill_queue", ""),
+            forks=Forks(),
         ),
     )
     if peers := settings.get("peers"):
@@ -48,6 +50,7 @@ async def main(settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    Popen.server()  # before there are threads
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.client import SECRET
 from tests.e2e.fleet import Fleet
+from tests.lib.forked_python import Popen
 from tests.lib.server_process import nats_server
 
 from pigou.wire.fleet_secret import VARIABLE
@@ -29,7 +30,7 @@ def running_worker(name: str, registry: str, log: Path) -> Iterator[subprocess.P
     command = [sys.executable, "-m", "pigou", "worker", "--registry", registry, *_WORKER]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", VARIABLE: SECRET}
     with log.open("wb") as errors:
-        process = subprocess.Popen(
+        process = Popen(
             [*command, "--worker-id", name, "--label", "rack=r1"],
             stdout=subprocess.DEVNULL, stderr=errors, env=environment,
         )  # fmt: skip

@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 from tests.fleet.harness import PROMPT, SLEEP, WATCH, Client, running, text
+from tests.lib.forked_python import Popen
 
 from pigou.config import ControlConfig
 from pigou.fleet.config import FleetError, LocalWorker
@@ -152,7 +153,7 @@ async def test_a_worker_that_never_comes_up_fails_the_start_with_its_last_words(
 def test_no_worker_outlives_the_gateway(number: signal.Signals) -> None:
     if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip("SIGHUP is ignored here, as under nohup")
-    process = subprocess.Popen(
+    process = Popen(
         [sys.executable, "-m", "pigou", "serve", "--prefill", "1", "--decode", "1",
          "--port", "0", "--", *SLEEP],
         stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},

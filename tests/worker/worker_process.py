@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.lib.forked_python import Popen
+
 START = 120.0
 
 
@@ -106,7 +108,7 @@ def start(folder: Path | str, *options: str, log: Path | None = None) -> Worker:
         command += ["--rehearse", "0"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     errors = log.open("ab") if log is not None else None
-    process = subprocess.Popen(
+    process = Popen(
         [*command, *options], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
     )
     if errors is not None:

@@ -19,6 +19,7 @@ from urllib.request import Request, urlopen
 import aiohttp
 import msgspec
 import pytest
+from tests.lib.forked_python import Popen
 from tests.workload.stub import Behaviour, Stub
 
 from pigou.cli import main
@@ -43,7 +44,7 @@ def start() -> Iterator[Start]:
     def begin(*options: str) -> str:
         argv = [sys.executable, "-m", "pigou", "worker", "--port", "0", "--exit-with-parent",
                 "--timing", LAW, "--blocks", "512", *options]  # fmt: skip
-        started.append(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True))
+        started.append(Popen(argv, stdout=subprocess.PIPE, text=True))
         out = started[-1].stdout
         assert out is not None
         line = out.readline()
