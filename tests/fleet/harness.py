@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 from tests.gateway.stub import Stub
+from tests.lib.forked_python import Forks
 from tests.lib.local_workers import local_workers
 
 from pigou.config import ControlConfig
@@ -107,7 +108,8 @@ async def running(
         templates = [WorkerTemplate(arguments=template)]
     serving = Serving(
         gateway, control or ControlConfig(),
-        FleetSetup(workers=workers, watch=watch, templates=templates, models=models), planner,
+        FleetSetup(workers=workers, watch=watch, templates=templates, models=models, forks=Forks()),
+        planner,
     )  # fmt: skip
     try:
         await serving.start()

@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 from tests.fleet.harness import PROMPT, SLEEP, WATCH, Client, running, text
-from tests.lib.forked_python import Popen
+from tests.lib.forked_python import Forks, Popen
 
 from pigou.config import ControlConfig
 from pigou.fleet.config import FleetError, LocalWorker
@@ -142,7 +142,9 @@ async def test_a_fleet_under_twice_its_capacity_sheds_and_serves() -> None:
 async def test_a_worker_that_never_comes_up_fails_the_start_with_its_last_words() -> None:
     worker = LocalWorker(id="w", role=Role.BOTH, arguments=("--block-size", "0"))
     serving = Serving(
-        GatewayConfig(port=0), ControlConfig(), FleetSetup(workers=[worker], watch=WATCH)
+        GatewayConfig(port=0),
+        ControlConfig(),
+        FleetSetup(workers=[worker], watch=WATCH, forks=Forks()),
     )
     with pytest.raises(FleetError, match="--block-size is 0"):
         await serving.start()

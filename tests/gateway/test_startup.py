@@ -8,6 +8,7 @@ import threading
 import aiohttp
 import pytest
 from tests.fleet.harness import SLEEP, WATCH
+from tests.lib.forked_python import Forks
 from tests.lib.local_workers import local_workers
 
 from pigou.config import ControlConfig
@@ -51,7 +52,7 @@ async def test_requests_while_kernels_are_compiled_get_503_and_workers_start_mea
     serving = Serving(
         GatewayConfig(port=0),
         ControlConfig(),
-        FleetSetup(workers=workers, watch=WATCH),
+        FleetSetup(workers=workers, watch=WATCH, forks=Forks()),
         on_stage=on_stage,
     )
     starting = asyncio.create_task(serving.start())

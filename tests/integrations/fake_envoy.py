@@ -25,6 +25,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 from tests.fleet.harness import WATCH
 from tests.gateway.stub import Stub
+from tests.lib.forked_python import Forks
 
 from pigou.config import ControlConfig
 from pigou.fleet.config import AttachedWorker
@@ -280,7 +281,7 @@ async def picker_of(
         epp or EppConfig(listen_port=0, plaintext=True),
         GatewayConfig(port=0, strict=False, **gateway),
         control or ControlConfig(peer_reads=False),
-        FleetSetup(workers=workers, watch=WATCH),
+        FleetSetup(workers=workers, watch=WATCH, forks=Forks()),
         pool=pool,
     )
     if prepare is not None:

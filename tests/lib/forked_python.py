@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ import msgspec
 ROOT = Path(__file__).resolve().parents[2]
 #: Modules whose processes are forked.
 FORKED = ("pigou", "tests.e2e.launch")
+#: What they import, beside what compiled kernels do.
+_IMPORTED = ("pigou.cli.worker", "pigou.cli.serve", "pigou.worker.process", "tests.e2e.launch")
 #: Variables that what is imported has read already.
 _READ_BY_IMPORTS = ("PYTHON", "NUMBA", "OMP", "OPENBLAS", "MKL", "KMP", "GOMP", "TORCH", "LD_")
 _HARMLESS = {"PYTHONUNBUFFERED", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY"}
@@ -159,11 +162,8 @@ def load() -> None:
 
     prepare_environment(1)
     with uncollected():
-        import tests.e2e.launch
-
-        import pigou.cli.worker
-        import pigou.fleet.serve
-        import pigou.worker.process  # noqa: F401
+        for name in _IMPORTED:
+            import_module(name)
         from pigou.control.warm_up import warm_up as warm_control
         from pigou.worker.config import WorkerConfig
         from pigou.worker.startup.profiling import warm_all

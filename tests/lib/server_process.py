@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+from tests.lib.forked_python import Popen
 
 #: Free ports are looked for below the ephemeral range, so that no client's socket takes one.
 _FIRST_PORT, _LAST_PORT = 20_000, 32_000
@@ -57,7 +58,7 @@ class ServerProcess:
             RuntimeError: it ended, or took no connection within the limit.
         """
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+            self._process = Popen(self._command, stdout=log, stderr=log)
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline and self._process.poll() is None:
             with socket.socket() as probe:
