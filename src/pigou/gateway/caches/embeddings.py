@@ -74,18 +74,18 @@ class EmbeddingCache:
             self._caches.put(CacheLayer.EMBEDDING, lookup.bound, content, entry, size, cost_s)
 
 
-class _Usage(msgspec.Struct):
+class _EmbeddingUsage(msgspec.Struct):
     prompt_tokens: int = 0
 
 
-class _Row(msgspec.Struct):
+class _EmbeddingRow(msgspec.Struct):
     index: int
     embedding: msgspec.Raw
 
 
 class _Reply(msgspec.Struct):
-    data: list[_Row]
-    usage: _Usage = msgspec.field(default_factory=_Usage)
+    data: list[_EmbeddingRow]
+    usage: _EmbeddingUsage = msgspec.field(default_factory=_EmbeddingUsage)
 
 
 def _content(lookup: AnswerLookup, text: str) -> bytes:
