@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -90,7 +90,7 @@ class Fleet:
     def run(self, loop: OpenLoop, predictor: str, seed: int) -> dict[str, Any]:
         """Return seconds from arrival to end by request, and the predictor's tau."""
         settings: dict[str, Any] = {}
-        order = None
+        order: Literal["shortest"] | None = None
         kind, _, tau = predictor.partition(":")
         if kind != "fcfs":
             settings["lengths"] = {"predictor": "online" if kind == "trained" else kind}

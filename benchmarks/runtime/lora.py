@@ -47,7 +47,7 @@ class SimulatedWorker:
         self.name, self.slots, self.load_s = name, slots, load_s
         self.core = EngineCore(config)
         if evict == "lru":  # ties go to the least recently used
-            self.core._state.adapters.value = lambda _: 0.0  # type: ignore[union-attr]
+            self.core._state.adapters.value = lambda _: 0.0  # type: ignore
         self.device: dict[int, str] = {}
         self.loader_free = self.loads = 0
         self.plan: Plan | None = None
