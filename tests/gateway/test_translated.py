@@ -104,7 +104,7 @@ async def test_errors_come_in_the_form_of_their_api() -> None:
             told, error = await asked(session, "/v1/messages", body, **rest)
             assert (told, error["type"], error["error"]["type"]) == (status, "error", kind)
         told, error = await asked(session, "/v1/responses", {"input": []}, **key)
-        assert (told, error["error"]["param"]) == (400, "messages")
+        assert (told, error["error"]["param"]) == (400, "input")
 
 
 async def test_a_stream_that_breaks_says_so_in_its_own_words() -> None:

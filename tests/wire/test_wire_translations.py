@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from typing import Any
 
 import pytest
@@ -13,11 +14,15 @@ from tests.lib.examples import examples
 
 from pigou.gateway.failure import Rejected
 from pigou.gateway.proxy.server_routes import is_absent
-from pigou.wire.chat_translation import ChatTranslation
+from pigou.wire.chat_translation import ChatTranslation, renamed, renaming
 from pigou.wire.errors import APIError
 from pigou.wire.messages import Messages, error_body
+from pigou.wire.openai_requests import ChatRequest, known
+from pigou.wire.request_validation import check
 from pigou.wire.responses import Responses, ResponseStore, answer_stored
+from pigou.wire.sampling_params import max_tokens
 from pigou.wire.sse import DONE, frame
+from pigou.wire.structured_output import tool_use
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 USAGE = {"prompt_tokens": 9, "completion_tokens": 4, "total_tokens": 13,
@@ -92,6 +97,92 @@ def events(data: bytes) -> list[dict[str, Any]]:
         found.append(json.loads(payload.removeprefix("data: ")))
         assert kind == f"event: {found[-1]['type']}"
     return found
+
+
+def told(translation: ChatTranslation) -> APIError:
+    """The refusal of a translated request, as a worker or a gateway sends it."""
+
+    def judge() -> None:
+        wanted = known(ChatRequest, translation.body).request
+        check(wanted)
+        tool_use(wanted)
+        max_tokens(wanted, 10, 99)
+
+    with pytest.raises(APIError) as caught, renaming(translation.field):
+        judge()
+    return caught.value
+
+
+#: Values that a chat's fields refuse.
+_BAD = st.one_of(
+    st.integers(100, 2**40), st.integers(-9, -1), st.just([]), st.just(""), st.booleans(),
+    st.lists(st.integers(), min_size=1), st.dictionaries(st.text(max_size=3), st.integers()),
+    st.just([{"name": "max_completion_tokens messages[0].content response_format"}]),
+    st.just({"type": "json_schema", "schema": False}), st.just([{"role": "function"}]),
+    st.just([""]), st.just([{"name": "f"}, {"name": "f"}]), st.text(max_size=9),
+    st.just({"format": {"type": "json_schema", "schema": False}}), st.just({"format": {"type": 1}}),
+    st.just([{"type": "function", "name": "?"}]), st.just({"effort": "messages"}),
+)  # fmt: skip
+_OF_CHATS = re.compile(r"max_completion_tokens|response_format|\bstop\b|reasoning_effort"
+                       r"|\.function|messages\[\d+\]\.tool_calls|parallel_tool_calls")  # fmt: skip
+
+
+@settings(max_examples=examples(60))
+@given(st.sampled_from(["responses", "messages"]), st.data())
+def test_a_refusal_names_the_field_that_the_client_sent(api: str, data: st.DataObject) -> None:
+    own = {"responses": ["input", "max_output_tokens", "text", "tools", "tool_choice", "reasoning",
+                         "temperature", "top_p"],
+           "messages": ["system", "messages", "max_tokens", "tools", "tool_choice", "temperature",
+                        "stop_sequences", "output_config", "top_k"]}[api]  # fmt: skip
+    name = data.draw(st.sampled_from(own))
+    fields = {name: data.draw(_BAD)}
+    try:
+        made = response(**fields) if api == "responses" else message(**fields)
+        error = told(made)
+    except APIError as early:
+        error = early
+    except pytest.fail.Exception:
+        return  # the value is good
+    unquoted = re.sub(r"""(?<!\w)(["']).*?\1(?!\w)""", "", error.message)
+    assert error.status == 400
+    assert not _OF_CHATS.search(unquoted), error.message
+    assert (error.param or "").split(".")[0].split("[")[0] == name, (error.param, error.message)
+
+
+@pytest.mark.parametrize(("made", "names", "param"), [
+    (lambda: response(max_output_tokens=2000), "max_output_tokens is 2000", "max_output_tokens"),
+    (lambda: response(input=[]), "input is empty", "input"),
+    (lambda: response(instructions="a", input=[{"role": "user", "content": 3}]),
+     "input[0].content must be", "input[0].content"),
+    (lambda: response(input=[{"type": "function_call_output", "call_id": "1", "output": 3}]),
+     "input[0].output must be", "input[0].output"),
+    (lambda: response(text={"format": {"type": "json_schema"}}), "text.format.schema is missing",
+     "text.format"),
+    (lambda: message(tools=[{"name": "?"}]), "tools[0].name must", "tools"),
+    (lambda: message(tools=[{"name": "a", "input_schema": 3}]), "tools[0].input_schema", "tools"),
+    (lambda: message(stop_sequences=[""]), "stop_sequences holds", "stop_sequences"),
+    (lambda: message(system="s", messages=[{"role": "user", "content": 3}]),
+     "messages[0].content must", "messages"),
+])  # fmt: skip
+def test_a_path_in_a_refusal_is_the_clients(made: Any, names: str, param: str) -> None:
+    error = told(made())
+    assert error.message.startswith(names)
+    assert param.startswith(error.param or "?")
+
+
+def test_a_word_or_a_value_is_no_field() -> None:
+    text = "tool_choice is 'max_tokens'; stop it, and max_completion_tokens"
+    shown = "tool_choice is 'max_tokens'; stop it, and max_output_tokens"
+    assert renamed(text, response().field) == shown
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "\ud800\ud800", "\\\udc00"])
+def test_half_a_surrogate_pair_is_refused_by_its_field(text: Any) -> None:
+    for begin, name in ((response, "input"), (response, "instructions"), (message, "system")):
+        with pytest.raises(APIError, match="half a surrogate pair") as caught:
+            begin(**{name: text})
+        assert (caught.value.status, caught.value.param) == (400, name)
+    assert response(input="\ud83d\ude00").body  # a whole pair
 
 
 # --- Responses ----------------------------------------------------------------------------------
@@ -364,10 +455,14 @@ def test_a_message_says_why_it_stopped(finish: str, stop: Any, reason: str) -> N
 
 
 def test_a_worker_s_refusal_keeps_its_words_in_anthropic_s_form() -> None:
-    refusal = json.dumps({"error": {"message": "tools[0].name is missing", "code": 400}}).encode()
+    refusal = json.dumps(
+        {"error": {"message": "tools[0].function.name is missing", "code": 400}}
+    ).encode()
     for answer, words in ((refusal, "tools[0].name is missing"), (b"[]", "the worker answered 400"),
                           (b'{"error": 1}', "the worker answered 400")):  # fmt: skip
-        body = json.loads(error_body(Rejected(400, answer), "r"))
+        with pytest.raises(APIError) as caught, renaming(message().field):
+            raise Rejected(400, answer)
+        body = json.loads(error_body(caught.value, "r"))
         assert body["error"] == {"type": "invalid_request_error", "message": words}
 
 

@@ -78,7 +78,9 @@ def surrender(failure: WorkerFailed) -> APIError:
 def unknown_model(name: str | None, listed: str = "") -> APIError:
     """Return the error for an unknown model; `listed` are the served names."""
     others = f" Valid aliases: {listed}." if listed else ""
-    return APIError(404, f"The model `{name}` does not exist.{others}", "model", final=True)
+    return APIError(
+        404, f"The model `{str(name)[:80]}` does not exist.{others}", "model", final=True
+    )
 
 
 def suspect(wire_id: str, deaths: Sequence[str]) -> APIError:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from pigou.wire.errors import bad_field, decoded
+from pigou.wire.errors import APIError, bad_field, decoded
 from pigou.wire.openai_replies import Json, encode
 from pigou.wire.openai_requests import without_bom
 from pigou.wire.sse import DONE_PAYLOAD, Reader
@@ -17,6 +19,9 @@ from pigou.wire.sse import DONE_PAYLOAD, Reader
 object_decoder = msgspec.json.Decoder(dict[str, Any])
 PartKind: TypeAlias = Literal["reasoning", "text", "call"]
 Step: TypeAlias = Literal["begin", "start", "delta", "close", "end"]
+#: Fields in an error's message; quoted values are skipped.
+_FIELD = re.compile(r"""(?<!\w)(["']).*?\1(?!\w)|[a-z_]+(?:\[\d+\]|\.\w+)*""")
+_MESSAGE = re.compile(r"messages\[(\d+)\](\.role|\.content)?")
 
 
 @dataclass(slots=True)
@@ -38,7 +43,12 @@ class ReplyPart:
 class ChatTranslation(ABC):
     """One request: `body` is the chat's; its reply comes back by `whole`, or by `feed`."""
 
-    def __init__(self, chat: Json) -> None:
+    #: Patterns of a chat's fields, and their names in this API.
+    NAMES: ClassVar[tuple[tuple[str, str], ...]]
+
+    def __init__(self, chat: Json, sources: Sequence[str]) -> None:
+        """`sources` are the fields that the chat's messages come from."""
+        self._sources = sources
         if chat.get("stream"):
             chat["stream_options"] = {"include_usage": True}
         self.body = encode({name: value for name, value in chat.items() if value is not None})
@@ -73,6 +83,15 @@ class ChatTranslation(ABC):
         payloads = self._reader.feed(frames)
         return b"".join(event for payload in payloads for event in self._events(payload))
 
+    def field(self, path: str) -> str:
+        """Return this API's name of a chat's field."""
+        if (match := _MESSAGE.match(path)) and int(match[1]) < len(self._sources):
+            source = self._sources[int(match[1])]
+            return source + (match[2] or "" if source.endswith("]") else "")
+        for pattern, name in self.NAMES:
+            path = re.sub(pattern, name, path)
+        return path
+
     def tokens(self, *path: str) -> int:
         """Return a count of the chat's usage; 0 if absent."""
         value: Any = self._usage
@@ -88,7 +107,9 @@ class ChatTranslation(ABC):
             return
         chunk = object_decoder.decode(payload)
         if error := chunk.get("error"):
-            yield from self.fail(error)
+            yield from self.fail(
+                error | {"message": renamed(str(error.get("message")), self.field)}
+            )
             return
         if not self._begun:
             self.model, self.created = chunk.get("model") or "", chunk.get("created") or 0
@@ -147,6 +168,33 @@ def read_fields(
     return fields, {k: v for k, v in rest.items() if k not in fields.__struct_fields__}
 
 
+def renamed(message: str, field: Callable[[str], str]) -> str:
+    """Return an error's message with the fields that it names put through `field`."""
+
+    def name(match: re.Match[str]) -> str:  # a lone word names a field at the beginning only
+        return field(match[0]) if match.start() == 0 or re.search(r"[_.[]", match[0]) else match[0]
+
+    return _FIELD.sub(name, message)
+
+
+@contextmanager
+def renaming(field: Callable[[str], str]) -> Iterator[None]:
+    """Put the fields that errors name, a worker's answer too, through `field` (context)."""
+    try:
+        yield
+    except APIError as error:
+        try:
+            said = object_decoder.decode(error.body())["error"]
+            message, param = renamed(said["message"], field), said.get("param")
+        except (msgspec.DecodeError, KeyError, TypeError):
+            raise error from None  # a worker's answer in another form
+        raise APIError(
+            error.status, message, param and field(str(param)), type=said.get("type"),
+            code=said.get("code"), retry_after=error.retry_after,
+            final="x-should-retry" in error.headers,
+        ) from None  # fmt: skip
+
+
 def event(kind: str, fields: Json) -> bytes:
     """Return a named server-sent event, whose data names its type as well."""
     return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind, **fields}) + b"\n\n"
@@ -155,6 +203,13 @@ def event(kind: str, fields: Json) -> bytes:
 def function_tool(function: Any) -> Json:
     """Return a function of a chat's `tools` or `tool_choice`."""
     return {"type": "function", "function": function}
+
+
+def needed(value: Any, path: str) -> Any:
+    """Return a field's value; raise the error 400 if there is none."""
+    if value is None:
+        raise bad_field(path, "is required, and missing.")
+    return value
 
 
 def text_part(text: Any) -> Json:

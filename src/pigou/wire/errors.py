@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -162,7 +163,7 @@ def absent_route(method: str, path: str, available: Sequence[str]) -> APIError:
     listed = f" Available here: {', '.join(available)}." if available else ""
     if remedy is None:
         return APIError(404, f"There is no path {path[:200]}.{listed}", final=True)
-    return APIError(404, f"{method} {path} is not served here: {remedy}.{listed}", final=True)
+    return APIError(404, f"{method} {path[:200]} is not served here: {remedy}.{listed}", final=True)
 
 
 def too_large(max_bytes: int) -> APIError:
@@ -193,7 +194,23 @@ def decode_error(error: Exception, body: bytes) -> APIError:
         return bad_request("The body is not valid UTF-8; encode it as UTF-8.")
     if isinstance(error, RecursionError):
         return bad_request("The body is nested too deeply.")
+    if (field := _surrogate_field(body)) is not None:
+        return bad_field(field, "has half a surrogate pair (U+D800 to U+DFFF alone): remove it.")
     return bad_request(f"The body is not valid JSON: {text}.")
+
+
+def _surrogate_field(body: bytes) -> str | None:
+    """Return the field whose text has half a surrogate pair, if that is the only fault."""
+    try:
+        fields = json.loads(body)
+        for name, value in fields.items() if isinstance(fields, dict) else ():
+            try:
+                json.dumps([name, value], ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                return str(name)[:80].encode("ascii", "replace").decode()
+    except (ValueError, RecursionError):
+        pass  # there are other faults
+    return None
 
 
 def _field_error(text: str, body: bytes) -> APIError:

@@ -15,6 +15,7 @@ from pigou.wire.chat_translation import (
     event,
     function_tool,
     image_part,
+    needed,
     object_decoder,
     read_fields,
     switch_thinking,
@@ -85,28 +86,34 @@ _request = msgspec.json.Decoder(MessagesRequest)
 
 def error_body(error: APIError, request_id: str | None = None) -> bytes:
     """Encode an error in Anthropic's form."""
-    try:  # a worker's own words, where it refused the request
-        message = object_decoder.decode(error.body())["error"]["message"]
-    except (msgspec.DecodeError, KeyError, TypeError):
-        message = error.message
-    said = {"type": _TYPES.get(error.status, "api_error"), "message": message}
+    said = {"type": _TYPES.get(error.status, "api_error"), "message": error.message}
     return encode({"type": "error", "error": said, "request_id": request_id})
 
 
 class Messages(ChatTranslation):
     """A request for a message, as a chat; `counts` only to count its tokens."""
 
+    NAMES = (
+        ("^max_completion_tokens", "max_tokens"), (r"^stop\b", "stop_sequences"),
+        (r"^response_format(\.json_schema)?", "output_config.format"), (r"\.function\b", ""),
+        ("^reasoning_effort", "output_config.effort"), ("^include_reasoning", "thinking.display"),
+        (r"^(tools.*)\.parameters\b", r"\1.input_schema"), (r"^prompt\b", "messages"),
+        ("^parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
+    )  # fmt: skip
+
     def __init__(self, data: bytes, id: str, *, counts: bool = False) -> None:
         """`id` is hexadecimal, and new. Raises APIError 400."""
         fields, chat = read_fields(data, _request, _REFUSED)
-        if fields.max_tokens is None and not counts:
-            raise bad_field("max_tokens", "is required, and missing.")
+        if not counts:
+            needed(fields.max_tokens, "max_tokens")
         self.id = f"msg_{id}"
-        messages: list[Json] = []
+        messages, sources = list[Json](), list[str]()
         if fields.system is not None:
             messages.append({"role": "system", "content": _content(fields.system, "system")})
+            sources.append("system")
         for index, message in enumerate(fields.messages):
-            messages += _chat_messages(message, f"messages[{index}]")
+            messages += (said := _chat_messages(message, f"messages[{index}]"))
+            sources += [f"messages[{index}]"] * len(said)
         chat |= {"messages": messages, "stop": fields.stop_sequences, **_tools(fields)}
         if fields.thinking is not None and fields.thinking.type != "adaptive":
             switch_thinking(chat, fields.thinking.type == "enabled")
@@ -117,7 +124,7 @@ class Messages(ChatTranslation):
             schema = {"name": "output", "schema": config.format.get("schema")}
             chat["response_format"] = {"type": config.format.get("type"), "json_schema": schema}
         chat |= {"max_tokens": fields.max_tokens, "reasoning_effort": config.effort}
-        super().__init__(chat)
+        super().__init__(chat, sources)
 
     def tokenize_body(self) -> bytes:
         """Return the body of `/tokenize` that counts the prompt's tokens."""
@@ -198,7 +205,9 @@ def _tools(fields: MessagesRequest) -> Json:
         tools.append(function_tool(function))
     chat: Json = {"tools": tools or None}
     if (choice := fields.tool_choice) is not None:
-        chat["tool_choice"] = _CHOICES.get(choice.type, function_tool({"name": choice.name}))
+        chat["tool_choice"] = _CHOICES.get(choice.type) or function_tool(
+            {"name": needed(choice.name, "tool_choice.name")}
+        )
         chat["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
     return chat
 

@@ -18,6 +18,7 @@ from pigou.wire.chat_translation import (
     event,
     function_tool,
     image_part,
+    needed,
     object_decoder,
     read_fields,
     switch_thinking,
@@ -159,6 +160,12 @@ def answer_stored(store: ResponseStore, tenant: str, method: str, id: str) -> by
 class Responses(ChatTranslation):
     """A request for a response, as a chat; the response is put into `store` at its end."""
 
+    NAMES = (
+        (r"^max_(completion_)?tokens\b", "max_output_tokens"), (r"^(messages|prompt)\b", "input"),
+        (r"^response_format(\.json_schema)?", "text.format"), (r"\.function\b", ""),
+        ("^reasoning_effort", "reasoning.effort"), ("^verbosity", "text.verbosity"),
+    )  # fmt: skip
+
     def __init__(self, data: bytes, id: str, tenant: str, store: ResponseStore) -> None:
         """`id` is hexadecimal, and new. Raises APIError 400 or 404."""
         fields, chat = read_fields(data, _request, _REFUSED)
@@ -166,6 +173,7 @@ class Responses(ChatTranslation):
         self._fields: ResponsesRequest = fields
         self._count = 0
         reasoning, text = fields.reasoning or ReasoningOptions(), fields.text or ResponseText()
+        self._sources: list[str] = []
         summary = reasoning.summary or reasoning.generate_summary
         verbosity = {} if text.verbosity is None else {"verbosity": text.verbosity}
         self._thought = "reasoning" if summary is None else "summary"
@@ -182,8 +190,9 @@ class Responses(ChatTranslation):
         }  # fmt: skip
         self.messages: list[Json] = []
         self._read_input()
-        system = [{"role": "system", "content": fields.instructions}]
-        chat |= {"messages": system * (fields.instructions is not None) + self.messages,
+        given = fields.instructions is not None
+        system = [{"role": "system", "content": fields.instructions}] * given
+        chat |= {"messages": system + self.messages,
                  "max_completion_tokens": fields.max_output_tokens, "verbosity": text.verbosity,
                  "reasoning_effort": reasoning.effort, "response_format": _form(text.format),
                  **_tools(fields)}  # fmt: skip
@@ -191,7 +200,7 @@ class Responses(ChatTranslation):
             switch_thinking(chat, False)
         if fields.stream_options is not None and fields.stream_options.include_obfuscation:
             raise bad_field("stream_options.include_obfuscation", "is refused: set it to false.")
-        super().__init__(chat)
+        super().__init__(chat, ["instructions"] * len(system) + self._sources)
 
     # --- input --------------------------------------------------------------------------------
 
@@ -201,12 +210,14 @@ class Responses(ChatTranslation):
             if (stored := self._store.find(self._tenant, previous)) is None:
                 raise absent(previous, "previous_response_id")
             self.messages += stored.messages
+            self._sources += ["previous_response_id"] * len(stored.messages)
         items = fields.input
         thought = ""
         for index, item in enumerate(
             [{"role": "user", "content": items}] if isinstance(items, str) else items
         ):
-            where = f"input[{index}]"
+            where = "input" if isinstance(items, str) else f"input[{index}]"
+            source = where
             if item.get("type") == "item_reference":
                 item = self._kept_item(str(item.get("id")))  # noqa: PLW2901
             match item.get("type", "message"):
@@ -221,6 +232,7 @@ class Responses(ChatTranslation):
                 case "function_call_output":
                     message = {"role": "tool", "tool_call_id": item.get("call_id"),
                                "content": _content(item, where, "output")}  # fmt: skip
+                    source += ".output"
                 case kind:
                     raise bad_kind(f"{where}.type", kind, "message, reasoning, function_call and "
                                    "function_call_output work")  # fmt: skip
@@ -232,6 +244,7 @@ class Responses(ChatTranslation):
                 self.messages[-1] = {**last, "tool_calls": calls}
             else:
                 self.messages.append(message)
+                self._sources.append(source)
 
     def _kept_item(self, id: str) -> Json:
         """Return the stored item that an id names (`PREFIX_RESPONSE_INDEX`)."""
@@ -365,7 +378,7 @@ def _tools(fields: ResponsesRequest) -> Json:
     if isinstance(choice, dict):
         if (kind := choice.get("type")) != "function":
             raise bad_kind("tool_choice.type", kind, "function works")
-        choice = function_tool({"name": choice.get("name")})
+        choice = function_tool({"name": needed(choice.get("name"), "tool_choice.name")})
     return {"tools": tools or None, "tool_choice": choice}
 
 

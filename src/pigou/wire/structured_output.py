@@ -361,8 +361,7 @@ def _mode(choice: Any, functions: dict[str, Any], given: bool) -> tuple[str, str
     if _object(choice).get("type") != "function" or not name:
         raise bad_field(
             "tool_choice",
-            f"is {str(choice)[:80]!r}; give none, auto, required, or "
-            '{"type": "function", "function": {"name": ...}}.',
+            f"is {str(choice)[:80]!r}; give none, auto, required, or the name of one of tools.",
         )
     if name not in functions:
         raise bad_field("tool_choice", f"names the function {str(name)[:80]!r}, which tools lacks.")

@@ -45,6 +45,7 @@ from pigou.wire.errors import (
     STORED_COLLECTIONS,
     APIError,
     bad_request,
+    decode_error,
     error_body,
     too_large,
 )
@@ -335,9 +336,10 @@ def _run_of(request: web.Request, body: Body, data: Any, key: Key, adapter: str)
 def _object(data: bytes) -> Body:
     data = without_bom(data)
     try:
+        data.decode()  # values that stay raw are not checked
         return dict(_fields.decode(data)) if data else {}
     except DECODING_ERRORS as error:
-        raise bad_request(f"The body is not a JSON object: {error}.") from None
+        raise decode_error(error, data) from None
 
 
 def _text(body: Mapping[str, Any], name: str) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -17,7 +16,7 @@ from pigou.gateway.auth.keys import current_key
 from pigou.gateway.gateway import Gateway
 from pigou.gateway.proxy.server_routes import RESPONSES
 from pigou.wire.bodies import read_json, send_continue
-from pigou.wire.chat_translation import ChatTranslation, object_decoder
+from pigou.wire.chat_translation import ChatTranslation, object_decoder, renaming
 from pigou.wire.errors import APIError
 from pigou.wire.json_limits import read_fields
 from pigou.wire.messages import PATH as MESSAGES
@@ -63,25 +62,29 @@ class TranslatedAPI:
             return await self.passed.answer(request)
         if request.path.endswith("/count_tokens"):
             return await self._count(request)
-        translate = partial(self._translate, request.path, current_key().tenant)
-        return await self.generation.generate(request, translate)
+        tenant, made = current_key().tenant, list[ChatTranslation]()
 
-    def _translate(self, path: str, tenant: str, data: bytes) -> ChatTranslation:
-        id = secrets.token_hex(16)
-        read_fields(without_bom(data))  # within the bounds of JSON
-        if path == MESSAGES:
-            return Messages(data, id)
-        return Responses(data, id, tenant, self._store)
+        def translate(data: bytes) -> ChatTranslation:
+            read_fields(without_bom(data))  # within the bounds of JSON
+            id = secrets.token_hex(16)
+            is_message = request.path == MESSAGES
+            made.append(Messages(data, id) if is_message
+                        else Responses(data, id, tenant, self._store))  # fmt: skip
+            return made[0]
+
+        with renaming(lambda path: made[0].field(path) if made else path):
+            return await self.generation.generate(request, translate)
 
     async def _count(self, request: web.Request) -> web.Response:
         data = await read_json(request, self._gateway.config.max_body)
 
-        def count_body() -> bytes:
+        def counted() -> Messages:
             read_fields(without_bom(data))
-            return Messages(data, "", counts=True).tokenize_body()
+            return Messages(data, "", counts=True)
 
-        body = await self._gateway.off_loop(data, count_body)
-        reply = await ask_any(self._gateway, request, "/tokenize", body)
+        message = await self._gateway.off_loop(data, counted)
+        with renaming(message.field):
+            reply = await ask_any(self._gateway, request, "/tokenize", message.tokenize_body())
         try:
             count = object_decoder.decode(reply)["count"]
         except (msgspec.DecodeError, KeyError):

@@ -27,6 +27,8 @@ from pigou.worker.http.served_model import ServedModel, read_spec
 #: Keys of sentence-transformers' `1_Pooling/config.json` and what they mean here.
 _MODES = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean",
           "lasttoken": "last", "mean": "mean"}  # fmt: skip
+#: Names of a score's two sides.
+_SIDES = (("text_1", "queries", "data_1"), ("text_2", "documents", "data_2"))
 
 
 def pooling_of(folder: Path, option: str) -> str:
@@ -73,11 +75,9 @@ def pooling_request(
             first, second = _sides(request)
             texts = [*first, *second]
         case RerankRequest():
-            if not request.documents:
-                raise bad_field("documents", "is empty: send at least one.")
             if request.top_n is not None and request.top_n < 1:
                 raise bad_field("top_n", f"is {request.top_n}; it must be at least 1.")
-            texts = [request.query, *map(_document, request.documents)]
+            texts = [request.query, *_texts(request.documents, "documents")]
     shared = {name: getattr(request, name) for name in EmbeddingsRequest.SHARED}
     return PoolingRequest(
         prompt=texts, pooling=model.pooling, max_tokens=0, temperature=0, **shared
@@ -106,9 +106,10 @@ def pooling_reply(request: EmbeddingsRequest | ScoreRequest | RerankRequest, rep
         return encode({"id": reply.id.replace("cmpl", "score"), "data": data, **head})
     scores = (vectors[1:] @ vectors[0]).tolist()
     order = sorted(range(len(scores)), key=lambda at: -scores[at])[: request.top_n]
+    documents = _texts(request.documents, "documents")
     results: list[Json] = [
         {"index": at, "relevance_score": scores[at],
-         "document": {"text": _document(request.documents[at])}}
+         "document": {"text": documents[at]}}
         for at in order
     ]  # fmt: skip
     if request.return_documents is False:
@@ -130,23 +131,42 @@ def _check_dimensions(wanted: int | None, model: ServedModel) -> None:
 
 def _sides(request: ScoreRequest) -> tuple[list[str], list[str]]:
     """Return texts of both sides of each pair; one on the left is compared with all."""
-    first = request.text_1 or request.queries or request.data_1
-    second = request.text_2 or request.documents or request.data_2
-    if not first or not second:
-        raise bad_field("text_1" if not first else "text_2", "is missing: send a text or several.")
-    left = [first] if isinstance(first, str) else first
-    right = [second] if isinstance(second, str) else second
+    first, second = (_given(request, names) for names in _SIDES)
+    left, right = (_texts(getattr(request, name), name) for name in (first, second))
     if len(left) not in (1, len(right)):
-        raise bad_field("text_1", f"has {len(left)} texts, and text_2 {len(right)}: send one, or "
+        raise bad_field(first, f"has {len(left)} texts, and {second} {len(right)}: send one, or "
                         "as many.")  # fmt: skip
     return left * (len(right) // len(left)), right
 
 
-def _document(document: Any) -> str:
-    text = document.get("text") if isinstance(document, dict) else document
-    if not isinstance(text, str):
-        raise bad_field("documents", "must hold texts, or objects with a text.")
-    return text
+def _given(request: ScoreRequest, names: Sequence[str]) -> str:
+    given = [name for name in names if getattr(request, name) is not None]
+    if len(given) != 1:
+        raise bad_field(
+            [*given, names[0]][-1],
+            f"is given beside {given[0]}: keep one." if given else "is required, and missing.",
+        )
+    return given[0]
+
+
+def _texts(value: Any, name: str) -> list[str]:
+    items = [value] if isinstance(value, str) else value
+    texts = [item.get("text") if isinstance(item, dict) else item for item in items]
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise bad_field(name, "must be a text or a list of texts, none of them empty.")
+    return texts
+
+
+def prompt_field(request: EmbeddingsRequest | ScoreRequest | RerankRequest) -> str:
+    """Return the field that errors of prompts name: of two, the one with more text."""
+    match request:
+        case EmbeddingsRequest():
+            return "input"
+        case ScoreRequest():
+            names = [_given(request, names) for names in _SIDES]
+        case RerankRequest():
+            names = ["query", "documents"]
+    return max(names, key=lambda name: sum(map(len, _texts(getattr(request, name), name))))
 
 
 def _normalized(vectors: NDArray[np.float32]) -> NDArray[np.float32]:

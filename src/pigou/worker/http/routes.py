@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -22,7 +23,7 @@ from pigou.tracing.tracer import Tracer
 from pigou.tracing.waterfall import spans_view
 from pigou.wire import openai_replies, request_validation
 from pigou.wire.bodies import no_interim_answer, read_json
-from pigou.wire.chat_translation import ChatTranslation
+from pigou.wire.chat_translation import ChatTranslation, renaming
 from pigou.wire.connections import (
     close_old_streams,
     is_reserved,
@@ -61,7 +62,7 @@ from pigou.worker.engine_thread.kv_event_publisher import EventPublisher
 from pigou.worker.engine_thread.kv_offload import OffloadConnector
 from pigou.worker.http.fleet_auth import fleet_guard, fleet_tenant
 from pigou.worker.http.input_processor import InputProcessor
-from pigou.worker.http.pooling import pooling_reply, pooling_request
+from pigou.worker.http.pooling import pooling_reply, pooling_request, prompt_field
 from pigou.worker.http.reply import Reply, ReplyTrace
 from pigou.worker.http.served_model import ServedModel
 from pigou.worker.metrics import CONTENT_TYPE, health_of
@@ -166,8 +167,9 @@ class Routes:
                 return Messages(data, id)
             return Responses(data, id, tenant, self._responses)
 
-        translation = await self._bodies.read(request, translate)
-        return await self._parse_and_reply(request, ChatRequest, self._intake.chat, translation)
+        made = await self._bodies.read(request, translate)
+        with renaming(made.field):
+            return await self._parse_and_reply(request, ChatRequest, self._intake.chat, made)
 
     async def pooled(self, request: web.Request) -> web.StreamResponse:
         """Answer a request for embeddings, scores, or a ranking."""
@@ -175,7 +177,8 @@ class Routes:
         parsed = await self._bodies.read(request, partial(known, kind))
         headers, wanted = self._unknown.judge(parsed.unknown), parsed.request
         prompts, id = pooling_request(wanted, self._model), _id(request, wanted.request_id)
-        with ReplyTrace(self._tracer, request.headers) as spans:
+        field = partial(re.sub, r"^prompt\b", prompt_field(wanted))
+        with ReplyTrace(self._tracer, request.headers) as spans, renaming(field):
             reply = await self._intake.completion(prompts, id, fleet_tenant(), spans.trace)
             spans.take(reply)
             render = partial(pooling_reply, wanted)
@@ -189,8 +192,9 @@ class Routes:
     async def count_tokens(self, request: web.Request) -> web.Response:
         """Return the number of a message's tokens."""
         message = await self._bodies.read(request, lambda data: Messages(data, "", counts=True))
-        body = decode(TokenizeRequest, message.tokenize_body())
-        return _json({"input_tokens": len(await self._tokens_of(body))})
+        with renaming(message.field):
+            body = decode(TokenizeRequest, message.tokenize_body())
+            return _json({"input_tokens": len(await self._tokens_of(body))})
 
     async def _parse_and_reply(
         self,
@@ -204,6 +208,7 @@ class Routes:
                 parsed = await self._bodies.read(request, partial(known, kind))
             else:
                 parsed = known(kind, translation.body)
+                parsed.unknown[:] = map(translation.field, parsed.unknown)
             headers = self._unknown.judge(parsed.unknown)
             id, wanted = _id(request, parsed.request.request_id), parsed.request
             spans.phase("receive")
