@@ -150,9 +150,8 @@ def _forks(args: Any, cwd: Any, env: Mapping[str, str] | None) -> bool:
     changed = {k for k in {*given, *os.environ} if given.get(k) != os.environ.get(k)} - _HARMLESS
     if any(k.startswith(_READ_BY_IMPORTS) for k in changed):
         return False
-    pairs = zip(args, [*args[1:], ""], strict=True)
-    one_thread = {("--threads", "1"), ("--executor", "sleep")}
-    return args[3:4] != ["worker"] or not one_thread.isdisjoint(pairs)
+    threads = args[args.index("--threads") + 1] if "--threads" in args else "1"
+    return args[3:4] != ["worker"] or threads == "1"
 
 
 def load() -> None:
