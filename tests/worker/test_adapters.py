@@ -34,7 +34,7 @@ def begin(folders: dict[str, Path]) -> Iterator[Callable[..., Worker]]:
     def make(*options: str, names: str = "abcd") -> Worker:
         modules = [part for name in names for part in ("--lora-modules", f"{name}={folders[name]}")]
         started.append(start("bundled", "--executor", "torch", "--dtype", "fp32", *LORA, *modules,
-                             "--memory", "64MiB", *options))  # fmt: skip
+                             "--memory", "64MiB", "--kv-lease", "3", *options))  # fmt: skip
         return started[-1]
 
     with pytest.MonkeyPatch.context() as patch:
