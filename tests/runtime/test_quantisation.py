@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +188,7 @@ def quantise(scheme: str, weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:  
             return {"weight": codes, "weight_scale_inv": scales}, plain
         case ["fp8" | "modelopt", "tensor"]:
             codes, scales, plain = fp8(weight, outputs, inputs)
-            static = {"input_scale": torch.tensor(0.1)}
-            return {"weight": codes, "weight_scale": scales.flatten()[0], **static}, plain
+            return {"weight": codes, "weight_scale": scales.flatten()[0]}, plain
         case ["compressed", "fp8"]:
             codes, scales, plain = fp8(weight, 1, inputs)
             return {"weight": codes, "weight_scale": scales}, plain
@@ -228,7 +228,7 @@ def compressed(kind: str, bits: int, **more: object) -> dict[str, Any]:
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "fp8 blocks": {"quant_method": "fp8", "weight_block_size": [40, 40]},
-    "fp8 tensor": {"quant_method": "fp8", "activation_scheme": "static"},
+    "fp8 tensor": {"quant_method": "fp8", "activation_scheme": "dynamic"},
     "modelopt tensor": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
     "compressed fp8": compressed("float", 8),
     "compressed int8": compressed("int", 8, strategy="channel"),
@@ -255,7 +255,7 @@ def write_quantised(folder: Path, scheme: str) -> tuple[Path, Path]:
         tensors |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
     if SCHEMES[scheme]["quant_method"] == "modelopt":
         name = "model.layers.1.mlp.down_proj"
-        for part in ("weight", "weight_scale", "input_scale"):
+        for part in ("weight", "weight_scale"):
             tensors.pop(f"{name}.{part}", None)
         parts, plain[f"{name}.weight"] = quantise(scheme, plain[f"{name}.weight"])
         tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
@@ -266,6 +266,72 @@ def write_quantised(folder: Path, scheme: str) -> tuple[Path, Path]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_quantised_checkpoint_is_served_as_its_plain_numbers(scheme: str, tmp_path: Path) -> None:
     checked(*write_quantised(tmp_path, scheme))
+
+
+def static_keys(scheme: str) -> dict[str, Any]:
+    """quantization_config of FP8 with static activation scales."""
+    if scheme != "compressed":
+        return SCHEMES["modelopt tensor"] if scheme == "modelopt" else {
+            "quant_method": "fp8", "activation_scheme": scheme,
+        }  # fmt: skip
+    keys = compressed("float", 8, strategy="tensor")
+    inputs = {"type": "float", "num_bits": 8, "dynamic": False, "strategy": "tensor"}
+    keys["config_groups"]["group_0"]["input_activations"] = inputs
+    return keys
+
+
+@pytest.mark.parametrize("scheme", ["static", "modelopt", "compressed", "dynamic"])
+def test_inputs_of_fp8_are_rounded_by_their_static_scale(scheme: str, tmp_path: Path) -> None:
+    plain_config = make_config("qwen3", num_hidden_layers=1)
+    plain = make_tensors(plain_config)
+    tensors, inputs = dict(plain), {}
+    for at, name in enumerate(products(plain)):
+        module = name.removesuffix(".weight")
+        parts, plain[name] = quantise("fp8 tensor", tensors.pop(name))
+        inputs[module] = 0.002 + 0.001 * (at % 5)  # some inputs exceed 448 times that
+        parts["input_scale"] = torch.tensor(inputs[module])
+        tensors |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
+    config = plain_config | {"quantization_config": static_keys(scheme)}
+    layer: Any = load(write_plain(tmp_path / "m", config, tensors), "fp32").decoder.layers[0]
+    attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+    for product, names in (
+        (layer.qkv, [f"{attention}.{name}_proj" for name in "qkv"]),
+        (layer.output, [f"{attention}.o_proj"]),
+        (layer.mlp.gate_up, [f"{mlp}.gate_proj", f"{mlp}.up_proj"]),
+        (layer.mlp.down, [f"{mlp}.down_proj"]),
+    ):
+        weight = torch.cat([plain[f"{name}.weight"] for name in names])
+        x = noise(9, weight.shape[1])
+        rounded = x
+        if scheme != "dynamic":
+            scale = max(inputs[name] for name in names)  # vLLM's, of fused projections
+            rounded = (x / scale).clamp(-448, 448).to(FP8).float() * scale
+            assert error(rounded, x) > 0.02
+        assert error(product(x), rounded @ weight.T) < 1e-5
+
+
+def test_a_static_scale_that_is_no_scale_is_refused(tmp_path: Path) -> None:
+    config = make_config("qwen3", num_hidden_layers=1)
+    tensors = make_tensors(config)
+    for name in products(tensors):
+        parts, _ = quantise("fp8 tensor", tensors.pop(name))
+        parts["input_scale"] = torch.tensor(0.0)
+        tensors |= {f"{name.removesuffix('.weight')}.{part}": t for part, t in parts.items()}
+    config |= {"quantization_config": static_keys("static")}
+    with pytest.raises(ModelError, match=r"_proj\.input_scale is 0\.0; it must be positive"):
+        load(write_plain(tmp_path / "m", config, tensors), "fp32")
+
+
+def test_a_quantised_matrix_keeps_its_static_scale_until_its_format_changes() -> None:
+    weight = replace(WeightMatrix(noise(32, 64)).quantised(FP8), input_scale=0.005)
+    x = noise(5, 64)
+    rounded = (x / 0.005).clamp(-448, 448).to(FP8).float() * 0.005
+    wanted = rounded @ weight.dense(torch.float32).T
+    for matrix in (weight, weight.to(torch.device("cpu")), concatenate([weight])):
+        assert error(make_linear(matrix, None, torch.float32)(x), wanted) < 1e-5
+    assert weight.rows(0, 8).input_scale == weight.columns(0, 8).input_scale == 0.005
+    assert weight.quantised(torch.int8).input_scale is None
+    assert concatenate([weight, WeightMatrix(noise(3, 64))]).input_scale is None
 
 
 @pytest.mark.parametrize(("keys", "message"), [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from pigou.models import ModelError
 from pigou.models.quantisation import Quantisation
 from pigou.runtime.models.linear import FP8, WeightMatrix
 
-#: Tensors for quantised activations and KV, which are scaled as they come here.
+#: Tensors that no product needs. KV is scaled as it comes; static scales are of FP8 inputs alone.
 UNUSED = (
     ".input_scale", ".activation_scale", ".input_zero_point", ".k_scale", ".v_scale", ".g_idx",
     ".weight_shape", ".output_scale", ".weight_g_idx",
@@ -42,7 +43,17 @@ def read_matrix(
         raise ModelError(f"tensors of {module!r} do not fit: {error}") from None
     if tuple(matrix.data.shape) != shape:
         raise ModelError(f"{module!r} has shape {tuple(matrix.data.shape)}, not {shape}")
-    return matrix
+    compute = quantisation.format_of([module.removeprefix("model.")]).compute
+    static = find(f"{module}.input_scale")
+    if (
+        static is None
+        or compute != "fp8"
+        or quantisation.keys.get("activation_scheme") == "dynamic"
+    ):
+        return matrix
+    if not (0 < (scale := float(static.max())) < float("inf")):
+        raise ModelError(f"{module}.input_scale is {scale}; it must be positive and finite")
+    return replace(matrix, input_scale=scale)
 
 
 def _read(

@@ -116,7 +116,7 @@ class LoopedProducts:
         """Return a slot's weights; raises ModelError if they are quantised."""
         parts: list[Tensor] = []
         for linear in (self.gate_up[slot], self.down[slot]):
-            if type(linear) is not Linear:
+            if type(linear) is not Linear or linear.input_scale is not None:
                 raise ModelError("experts in int8 or FP8 cannot move: leave --enable-eplb out")
             parts.append(linear.weight.to_dense() if linear.weight.is_mkldnn else linear.weight)
             parts += [] if linear.bias is None else [linear.bias]

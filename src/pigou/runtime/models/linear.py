@@ -32,6 +32,7 @@ class WeightMatrix:
     data: Tensor  # shape (outputs, inputs)
     scales: Tensor | None = None  # float32, shape (outputs, groups); None for plain numbers
     group: int = 0  # inputs in a group, the last may have fewer; 0 for all inputs
+    input_scale: float | None = None  # static E4M3 scale of the inputs; None if not quantised
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return plain numbers, computed in float32 and rounded once."""
@@ -75,21 +76,39 @@ class WeightMatrix:
 
 
 def concatenate(parts: Sequence[WeightMatrix]) -> WeightMatrix:
-    """Stack matrices of the same inputs; those of different formats become plain numbers."""
+    """Stack matrices of the same inputs; those of different formats become plain numbers.
+
+    Their static input scale is the largest, if all have one (as in vLLM).
+    """
     if len(parts) == 1:
         return parts[0]
+    static = [part.input_scale for part in parts if part.input_scale is not None]
+    input_scale = max(static) if len(static) == len(parts) else None
     scales = [part.scales for part in parts if part.scales is not None]
     if len({(part.data.dtype, part.group, part.scales is None) for part in parts}) > 1:
         return WeightMatrix(torch.cat([part.dense(torch.float32) for part in parts]))
     data = torch.cat([part.data for part in parts])
-    return WeightMatrix(data, torch.cat(scales) if scales else None, parts[0].group)
+    return WeightMatrix(data, torch.cat(scales) if scales else None, parts[0].group, input_scale)
 
 
 def make_linear(matrix: WeightMatrix, bias: Tensor | None, dtype: torch.dtype) -> Linear:
     """Return the quickest product with a matrix on its device, for inputs of `dtype`."""
     if matrix.scales is None:
-        return Linear(matrix.data.to(dtype), bias)
-    return QuantisedLinear(matrix, bias, dtype)
+        linear = Linear(matrix.data.to(dtype), bias)
+    else:
+        linear = QuantisedLinear(matrix, bias, dtype)
+    linear.input_scale = matrix.input_scale
+    return linear
+
+
+def round_inputs(x: Tensor, scale: float) -> Tensor:
+    """Return x as E4M3 codes times `scale` represent it, in the dtype of x."""
+    return e4m3_codes(x, scale).float().mul_(scale).to(x.dtype)
+
+
+def e4m3_codes(x: Tensor, scale: Tensor | float) -> Tensor:
+    """Return E4M3 codes of x / scale, clamped to the largest."""
+    return (x.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 class Linear:
@@ -103,6 +122,7 @@ class Linear:
         """Wrap a weight (outputs, inputs) and a bias (outputs,)."""
         self.bias = bias
         self.weight = weight
+        self.input_scale: float | None = None  # as in `WeightMatrix`
         self._product: Callable[..., Tensor] | None = None
         on_cpu = weight.device.type == "cpu"
         if on_cpu and weight.dtype is torch.bfloat16 and _works(_packed_product):
@@ -111,6 +131,8 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return shape (rows, outputs)."""
+        if self.input_scale is not None:
+            x = round_inputs(x, self.input_scale)
         if self._product is None:
             return F.linear(x, self.weight, self.bias)
         rows = x.shape[0]
@@ -125,7 +147,8 @@ class QuantisedLinear(Linear):
     """x W^T + b with int8 or FP8 codes of W.
 
     int8 on CPU: our kernel, else torch's (private) for few rows. FP8 on CUDA: `torch._scaled_mm`
-    on inputs scaled per row. Otherwise W is dequantised in each product.
+    on inputs scaled per row, or by
+    their static scale. Otherwise W is dequantised in each product.
     """
 
     def __init__(self, matrix: WeightMatrix, bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -133,6 +156,7 @@ class QuantisedLinear(Linear):
         assert matrix.scales is not None
         codes, scales, on_cuda = matrix.data, matrix.scales, matrix.data.is_cuda
         self.bias = bias
+        self.input_scale = None
         self.matrix: WeightMatrix | None = matrix
         self._product = None
         self._few = 0  # rows up to which torch's int8 product is used
@@ -151,6 +175,8 @@ class QuantisedLinear(Linear):
         """Return shape (rows, outputs)."""
         if self._product is not None:
             return self._product(x)
+        if self.input_scale is not None:
+            x = round_inputs(x, self.input_scale)
         assert self.matrix is not None
         assert self.matrix.scales is not None
         if x.shape[0] <= self._few:
@@ -162,8 +188,11 @@ class QuantisedLinear(Linear):
     def _scaled_product(self, x: Tensor) -> Tensor:
         assert self.matrix is not None
         assert self.matrix.scales is not None
-        unit = x.float().abs().amax(1, keepdim=True).clamp_min(1e-12) / FP8_MAX
-        codes, weights = (x / unit).to(FP8), self.matrix.data.t()
+        if self.input_scale is None:
+            unit = x.float().abs().amax(1, keepdim=True).clamp_min(1e-12) / FP8_MAX
+        else:
+            unit = torch.full((len(x), 1), self.input_scale, device=x.device)
+        codes, weights = e4m3_codes(x, unit), self.matrix.data.t()
         return torch._scaled_mm(
             codes, weights, unit, self.matrix.scales.t(), self.bias, out_dtype=x.dtype
         )

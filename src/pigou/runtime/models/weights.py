@@ -235,7 +235,8 @@ class WeightSource:
         elif self.quantization == "fp8" and not head:
             matrix = matrix.quantised(FP8)
         if matrix.data.dtype is FP8 and self.device.type == "cpu":
-            matrix = WeightMatrix(matrix.dense(self.dtype))
+            dense = matrix.dense(self.dtype)
+            matrix = WeightMatrix(dense, input_scale=matrix.input_scale)
         return make_linear(matrix, bias, self.dtype)
 
 
