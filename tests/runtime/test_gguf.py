@@ -17,9 +17,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pigou.config import EngineConfig
 from pigou.models import ModelError, bundled_path
+from pigou.models.gguf_folder import gguf_folder
 from pigou.request import SamplingParams
 from pigou.runtime.local_engine import LocalEngine
-from pigou.runtime.models.gguf_file import GGUFWeights, gguf_folder
+from pigou.runtime.models.gguf_file import GGUFWeights
 from pigou.runtime.models.load import load
 
 CPU = torch.device("cpu")

@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 
 from pigou.config import EngineConfig, EvictionConfig
 from pigou.models import ModelError
+from pigou.models.weight_files import find_model
 from pigou.request import SamplingParams
 from pigou.runtime.local_engine import LocalEngine
 from pigou.runtime.models.load import load
 from pigou.runtime.models.model_config import parse_config
 from pigou.runtime.models.rotary_embedding import read_rope
-from pigou.runtime.models.weights import find_model
 from reference import make_prompts
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)

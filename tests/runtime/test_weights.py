@@ -15,9 +15,9 @@ from test_load import PARAMS, tokens_of
 
 from pigou.config import EngineConfig
 from pigou.models import ModelError
+from pigou.models.weight_files import digest_model
 from pigou.runtime.local_engine import LocalEngine
 from pigou.runtime.models.load import load
-from pigou.runtime.models.weights import digest_model
 from reference import Reference, make_prompts
 
 INDEX = "model.safetensors.index.json"
@@ -160,10 +160,10 @@ def test_an_index_that_names_shards_of_another_cut_does_not_keep_it_from_loading
     assert "of-00007" in caplog.text
 
 
-def test_a_tensor_of_a_missing_shard_names_the_shard(tmp_path: Path) -> None:
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, make_config("llama"), shards=3)
     (folder / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"tensor .* is missing: model-00002-of-00003"):
+    with pytest.raises(ModelError, match=r"model-00002-of-00003\.safetensors is missing"):
         load(folder)
 
 

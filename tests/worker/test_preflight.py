@@ -31,8 +31,8 @@ def folder(path: Path, config: dict[str, Any] | None, weights: str = "model.safe
     ("config", "weights", "words"),
     [
         (None, "model.safetensors", "a folder without config.json"),
-        (LLAMA, "", "a folder without weights"),
-        (LLAMA, "pytorch_model.bin", "convert pytorch_model.bin"),
+        (LLAMA, "", "has no .*safetensors file"),
+        (LLAMA, "pytorch_model.bin", "pytorch_model.bin is PyTorch's; convert it"),
         (LLAMA | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
          "model.safetensors", "quant_method is 'bitsandbytes', which no worker reads"),
         (LLAMA | {"quantization_config": {"quant_method": "hqq"}}, "model.safetensors", "'hqq'"),
@@ -65,6 +65,15 @@ def test_families_of_transformers_pass_where_it_is_installed(
     monkeypatch.setattr("pigou.models.read.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"install pigou\[transformers\]"):
         check_worker(WorkerConfig(model=folder(tmp_path / "m", gemma)))
+
+
+def test_a_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
+    model = folder(tmp_path / "m", LLAMA, "model-00001-of-00002.safetensors")
+    names = {str(number): f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    index = tmp_path / "m" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(ConfigError, match=r"model-00002-of-00002\.safetensors is missing"):
+        check_worker(WorkerConfig(model=model))
 
 
 def test_models_that_workers_run_pass(tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ from pigou.config import ConfigError, EplbConfig, EvictionConfig
 from pigou.engine.plan import Plan, Started
 from pigou.kv.block import KVLayout
 from pigou.models import ModelError
+from pigou.models.gguf_folder import find_gguf, gguf_folder
 from pigou.models.hf_config import HfConfig
 from pigou.models.hf_config import read_config as read_source
 from pigou.models.read import choose_implementation
+from pigou.models.weight_files import digest_model, find_model
 from pigou.request import Ints, SamplingParams
 from pigou.runtime.attention.cpu_attention import CPUAttention
 from pigou.runtime.attention.cuda_attention import CUDAAttention
@@ -26,9 +28,9 @@ from pigou.runtime.lora import LoRABank
 from pigou.runtime.models.decode_graphs import DecodeGraphs
 from pigou.runtime.models.decoder import DecoderModel, load_decoder
 from pigou.runtime.models.expert_parallel import expert_loads
-from pigou.runtime.models.gguf_file import GGUFWeights, find_gguf, gguf_folder
+from pigou.runtime.models.gguf_file import GGUFWeights
 from pigou.runtime.models.model_config import ModelConfig, read_config
-from pigou.runtime.models.weights import Weights, digest_model, find_model
+from pigou.runtime.models.weights import Weights
 from pigou.runtime.ops import KernelOps, TorchOps
 from pigou.runtime.parallel import Group, Shard, share
 from pigou.runtime.resources import keep_memory

@@ -14,6 +14,7 @@ from pigou.kv.tier_config import HOST, STORES
 from pigou.models import ModelError, model_folder
 from pigou.models.hf_config import HfConfig, read_config
 from pigou.models.read import choose_implementation
+from pigou.models.weight_files import find_weight_files
 from pigou.registry import named
 from pigou.worker.config import WorkerConfig
 
@@ -62,12 +63,10 @@ def _check_model(config: WorkerConfig) -> None:
             f"tensor_parallel_size is {config.tensor_parallel_size}, and model is {model!r}, which "
             "transformers' modules compute, in one process alone; give 1"
         )
-    if not any(name.endswith(".safetensors") for name in files):
-        torch_files = [name for name in files if name.endswith((".bin", ".pth", ".pt"))]
-        remedy = "download them, too"
-        if torch_files:
-            remedy = f"convert {torch_files[0]}: transformers' save_pretrained writes safetensors"
-        raise ConfigError(f"model is {model!r}, a folder without weights (*.safetensors); {remedy}")
+    try:
+        find_weight_files(folder)
+    except ModelError as error:
+        raise ConfigError(f"model is {model!r}, and its weights cannot be read: {error}") from None
 
 
 def _check_device(device: str) -> None:
