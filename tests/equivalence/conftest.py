@@ -25,5 +25,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 @pytest.fixture(scope="session")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """Return a tiny model with routed experts."""
+    folder = tmp_path_factory.mktemp("random-experts")
+    write_checkpoint(folder, make_config("qwen3_moe", eos_token_id=2), seed=3)
+    return load(folder, "fp32")
+
+
+@pytest.fixture(scope="session")
 def reference(model: LoadedModel) -> Reference:
     return Reference(model)

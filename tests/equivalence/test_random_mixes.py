@@ -115,6 +115,25 @@ def test_the_decode_side_computes_at_most_one_block_of_a_prompt(
     assert pair.p.core.held == 0
 
 
+def test_a_model_with_experts_decodes_what_another_engine_prefilled(experts: LoadedModel) -> None:
+    reference, counts = Reference(experts), config(60, 16, 4, 0, 4)
+    pair = Pair(Side(experts, counts, None), Side(experts, counts, None))
+    greedy = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+    drawn = SamplingParams(max_tokens=10, temperature=0.9, seed=3, ignore_eos=True)
+    lengths = [(0, 44, greedy), (1, 21, drawn), (0, 37, drawn), (1, 9, greedy)]
+    streams = [
+        pair.submit(tuple(DOCUMENTS[document][:length]), params, remote=True)
+        for document, length, params in lengths
+    ]
+    pair.run()
+    for stream in streams:
+        assert stream.done
+        reference.check(stream)
+        assert pair.d.computed[stream.id] <= 4 + len(stream.tokens)  # a block of the prompt
+    assert pair.received == sum((length - 1) // 4 for _, length, _ in lengths)
+    assert pair.p.core.held == 0
+
+
 def test_excused_divergences_are_counted(reference: Reference) -> None:
     print(f"divergences excused by a tie under 1e-5: {reference.excused}")
     assert reference.excused < 5
