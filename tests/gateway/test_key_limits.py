@@ -13,7 +13,8 @@ import pytest
 from stub import Script, Stub, serving
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.gateway.auth.keys import Key, KeyLimits, Keys
+from pigou.gateway.auth.budgets import BudgetLedger, read_budgets
+from pigou.gateway.auth.keys import Key, KeyBudget, KeyLimits, Keys
 from pigou.request import SECOND
 
 TEXT = "/v1/completions"
@@ -136,3 +137,109 @@ def test_a_limit_that_cannot_be_honoured_is_refused_by_name(
     path.write_bytes(entry(limits))
     with pytest.raises(ConfigError, match=named):
         Keys.read(path)
+
+
+def budgeted(**periods: dict[str, float]) -> Keys:
+    return keys(**{name: KeyBudget(**limits) for name, limits in periods.items()})  # type: ignore[arg-type]
+
+
+async def test_a_spent_budget_is_refused_by_name_with_the_time_of_its_reset() -> None:
+    async with serving(Stub("a"), keys=budgeted(minute={"requests": 2})) as fleet:
+        for left in (1, 0):
+            status, _, headers = await post(fleet, {"prompt": "x", "max_tokens": 2})
+            assert status == 200
+            assert headers["x-ratelimit-remaining-requests"] == str(left)
+            assert headers["x-ratelimit-limit-requests"] == "2"
+        status, reply, headers = await post(fleet, {"prompt": "x"})
+        assert status == 429
+        budget = reply["error"]["budget"]
+        assert budget == {"name": "minute.requests", "limit": 2, "used": 2, "requested": 1,
+                          "reset_s": int(headers["retry-after"])}  # fmt: skip
+        assert 50 <= budget["reset_s"] <= 61
+        assert "minute.requests of this API key is 2" in reply["error"]["message"]
+        assert (await post(fleet, {"prompt": "x"}, "two"))[0] == 200
+
+
+async def test_tokens_are_claimed_with_max_tokens_and_settled_by_what_came() -> None:
+    held = asyncio.Event()
+    stub = Stub("a", script=Script(held=held))
+    async with serving(stub, keys=budgeted(day={"tokens": 100})) as fleet:
+        first = asyncio.create_task(post(fleet, {"prompt": [1] * 10, "max_tokens": 60}))
+        await eventually(lambda: stub.active == 1)
+        status, reply, headers = await post(fleet, {"prompt": [1] * 10, "max_tokens": 60})
+        assert (status, reply["error"]["budget"]["used"]) == (429, 70)
+        assert headers["x-should-retry"] == "false", "a day is no time to wait for"
+        held.set()
+        assert (await first)[0] == 200
+        _, reply, headers = await post(fleet, {"prompt": [1] * 10, "max_tokens": 5})
+        assert reply["usage"]["total_tokens"] == 15
+        status, reply, _ = await post(fleet, {"prompt": [1] * 10, "max_tokens": 400})
+        assert status == 429
+        assert reply["error"]["budget"]["reset_s"] is None
+        assert "send fewer" in reply["error"]["message"]
+
+
+async def test_steps_of_a_session_end_and_others_go_on() -> None:
+    async with serving(Stub("a"), keys=budgeted(session={"requests": 1})) as fleet:
+        statuses = []
+        for session in ("s1", "s1", "s2"):
+            headers = {"authorization": "Bearer one", "x-pigou-session": session}
+            async with (
+                aiohttp.ClientSession() as http,
+                http.post(fleet.url + TEXT, json={"prompt": "x"}, headers=headers) as response,
+            ):
+                statuses.append(response.status)
+        assert statuses == [200, 429, 200]
+
+
+async def test_worker_seconds_of_all_sequences_count_and_a_running_stream_is_not_cut() -> None:
+    stub = Stub("a", script=Script(delay_s=0.06))
+    async with serving(stub, key_budgets=("minute.seconds=0.1",)) as fleet:
+        body = {"prompt": "x", "n": 2, "max_tokens": 4, "stream": True}
+        async with aiohttp.ClientSession() as http:
+            async with http.post(fleet.url + TEXT, json=body) as response:
+                assert response.status == 200
+                assert (await response.text()).endswith("data: [DONE]\n\n")
+            async with http.post(fleet.url + TEXT, json={"prompt": "x"}) as response:
+                budget = (await response.json())["error"]["budget"]
+            async with http.get(fleet.url + "/usage") as response:
+                shown = (await response.json())["budgets"]
+        assert budget["name"] == "minute.seconds"
+        assert budget["used"] > 0.4
+        assert shown[0]["used"] == pytest.approx(budget["used"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("limits", "named"),
+    [
+        ({"minute": {"requests": -1}}, "limits.minute.requests is -1"),
+        ({"day": {"token": 5}}, "token"),
+        ({"session": {"seconds": "inf"}}, "seconds"),
+        ({"hour": {"requests": 5}}, "hour"),
+    ],
+)
+def test_a_budget_that_cannot_be_honoured_is_refused_by_name(
+    tmp_path: Path, limits: dict[str, Any], named: str
+) -> None:
+    path = tmp_path / "keys.json"
+    path.write_bytes(entry(limits))
+    with pytest.raises(ConfigError, match=named):
+        Keys.read(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("minute.tokens", "PERIOD.UNIT=LIMIT"), ("hour.tokens=1", "PERIOD.UNIT=LIMIT"),
+        ("day.tokens=x", "day.tokens is 'x'"), ("day.tokens=nan", "day.tokens is nan"),
+        ("day.tokens=0", "day.tokens is 0"), ("day.tokens=1.5", "key_budgets"),
+    ],
+)  # fmt: skip
+def test_a_default_budget_that_cannot_be_honoured_is_refused_by_name(text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read_budgets([text])
+
+
+def test_a_budget_of_price_needs_prices() -> None:
+    with pytest.raises(ConfigError, match="--prices"):
+        BudgetLedger(read_budgets(["day.price=2"]), (), False, lambda: 0)

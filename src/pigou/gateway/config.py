@@ -152,6 +152,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             name="cache",
         ),
     ] = ()
+    key_budgets: Annotated[
+        tuple[str, ...],
+        option(
+            "Budget of each API key that has none in its file, PERIOD.UNIT=LIMIT: minute, day or "
+            "session; requests, tokens, seconds or price. Repeatable.",
+            "Gateway",
+            name="key_budget",
+        ),
+    ] = ()
     # judge the fields of request bodies here; off in front of stock workers, which know fields that
     # Pigou does not.
     strict: bool = True

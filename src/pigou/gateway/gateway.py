@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from pigou.gateway.auth.budgets import BudgetLedger, read_budgets
 from pigou.gateway.auth.keys import KeyLoads, Keys, current_key
 from pigou.gateway.caches.layers import Caches
 from pigou.gateway.config import GatewayConfig
@@ -41,11 +43,18 @@ class Gateway:
     tracer: Tracer | None = None  # None if requests are not traced
     caches: Caches = field(init=False)  # above the engine
     key_loads: KeyLoads = field(default_factory=KeyLoads, init=False)
+    budgets: BudgetLedger = field(init=False)
     server_routes: ServerRoutes = field(default_factory=ServerRoutes, init=False)
     _threads: FairThreadPool = field(default_factory=FairThreadPool, init=False)
 
     def __post_init__(self) -> None:
-        self.caches = Caches(self.config.caches)
+        config = self.config
+        self.caches = Caches(config.caches)
+        default = read_budgets(config.key_budgets)
+        self.budgets = BudgetLedger(
+            default, self.keys or (), bool(config.prices), time.monotonic_ns
+        )
+        self.metrics.scrape(self.budgets.families)
 
     @property
     def plane_driver(self) -> PlaneDriver:

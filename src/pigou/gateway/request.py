@@ -190,6 +190,7 @@ class GatewayRun:
     on_route: Callable[[Choice], None] | None = field(default=None, repr=False)
     overflow: str = ""  # the model that was lookup for, where another one serves it
     lookup: AnswerLookup | None = field(default=None, repr=False)  # None if not to be cached
+    budget_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     dropped: str = ""  # parts of its compiled context, where its client sent one
     advice: str = ""  # on the beginning of its prompt, where its client lookup for some
     trace: RequestTrace | None = field(default=None, repr=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -98,6 +98,8 @@ class APIError(Exception):
         code: int | str | None = None,
         retry_after: int | None = None,
         final: bool = False,
+        details: Mapping[str, Any] | None = None,
+        extra_headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -107,6 +109,8 @@ class APIError(Exception):
         self.code = status if code is None else code
         self.retry_after = retry_after  # seconds; sent as `Retry-After`
         self.final = final  # retries are useless; sent as `X-Should-Retry`
+        self.details = details or {}  # further fields of the body
+        self.extra_headers = extra_headers or {}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -114,11 +118,12 @@ class APIError(Exception):
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.final:
             headers |= NO_RETRY
+        headers |= self.extra_headers
         return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
 
     def body(self) -> bytes:
         """Return the JSON body, `{"error": {message, type, param, code}}`."""
-        return error_body(self.message, self.type, self.param, self.code)
+        return error_body(self.message, self.type, self.param, self.code, self.details)
 
 
 def bad_request(message: str, param: str | None = None) -> APIError:
@@ -171,10 +176,13 @@ def too_large(max_bytes: int) -> APIError:
     return APIError(413, f"The body has more than {max_bytes} bytes.")
 
 
-def error_body(message: str, type: str, param: str | None, code: int | str) -> bytes:
+def error_body(
+    message: str, type: str, param: str | None, code: int | str,
+    details: Mapping[str, Any] | None = None,
+) -> bytes:  # fmt: skip
     """Encode an error body."""
     error = {"message": message, "type": type, "param": param, "code": code}
-    return msgspec.json.encode({"error": error})
+    return msgspec.json.encode({"error": error | dict(details or {})})
 
 
 def decoded(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:

@@ -12,6 +12,7 @@ from prometheus_client.core import Metric
 
 from pigou.cost.cost_meter import CostMeter, MeteredControlPlane
 from pigou.cost.fleet_bill import FleetBill, sum_bills
+from pigou.cost.usage import Usage
 from pigou.gateway.api.page import APIPage, APIPages, json_response, seen_tenant
 from pigou.gateway.gateway import Gateway
 from pigou.gateway.metrics import TENANT
@@ -25,6 +26,12 @@ from pigou.wire.errors import APIError
 def cost_meter(driver: PlaneDriver) -> CostMeter | None:
     """Return the cost meter of a driver; None without prices."""
     return driver.plane.cost_meter if isinstance(driver.plane, MeteredControlPlane) else None
+
+
+def request_bill(driver: PlaneDriver, request: str) -> Usage | None:
+    """Return a request's bill, which grows; None without prices."""
+    meter = cost_meter(driver)
+    return None if meter is None else meter.bills.get(request)
 
 
 def note_report(

@@ -15,6 +15,7 @@ import numpy as np
 from aiohttp import web
 
 from pigou.diagnosis.prefix_lint import MAX_PIECES, PrefixAdvisor, prompt_pieces
+from pigou.gateway.api.costs import request_bill
 from pigou.gateway.api.models import ask_any
 from pigou.gateway.api.page import JSON, APIPage, APIPages
 from pigou.gateway.auth.guard import count_for
@@ -257,9 +258,13 @@ class GenerationAPI:
                 traced.take(run)
             return await self.serve(request, run, fallback)
         data = await gateway.off_loop(data, partial(with_fields, data, {"model": model.name}))
-        with gateway.key_loads.accepted(key, *run.load) as run.quota:
+        bill = partial(request_bill, model.plane_driver)
+        with (
+            gateway.key_loads.accepted(key, *run.load) as run.quota,
+            gateway.budgets.spending(key, run, request.headers, bill),
+        ):
             await run.quota.take(run.parsed.id, model.plane_driver.queue_timeout_s)
-            run.quota.sent()
+            run.quota.sent(run.parsed.id)
             sent = self.fleets.forward(request, data, run, overflow)
             if traced is None:
                 return await sent
@@ -276,6 +281,7 @@ class GenerationAPI:
             driver.check_deadline(run.parsed.deadline_ms)
             with (
                 gateway.key_loads.accepted(key, *run.load) as run.quota,
+                gateway.budgets.spending(key, run, request.headers, partial(request_bill, driver)),
                 driver.meter.metering(run, request.headers),
             ):
                 if run.parsed.single and driver.prompts is not None:
@@ -409,7 +415,7 @@ def _observe_duration(run: GatewayRun, metrics: Metrics) -> None:
 
 def _decision_headers(run: GatewayRun) -> dict[str, str]:
     """Return headers with the serving workers and the decision's URL."""
-    headers, choice = {}, run.choice
+    headers, choice = dict(run.budget_headers), run.choice
     if run.lookup is not None:
         headers[CACHE_HEADER] = run.lookup.status
     if run.dropped:

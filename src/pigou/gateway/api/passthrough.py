@@ -11,6 +11,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -18,6 +19,7 @@ import msgspec
 from aiohttp import web
 
 from pigou.control.messages import FirstToken, Shed
+from pigou.gateway.api.costs import request_bill
 from pigou.gateway.api.page import JSON, APIPage, APIPages
 from pigou.gateway.auth.keys import Key, current_key
 from pigou.gateway.auth.tenure import read_tenure_headers
@@ -57,8 +59,9 @@ _REQUEST_HEADERS = ("accept", "content-type", "anthropic-version", "anthropic-be
 _REPLY_HEADERS = ("content-type", "cache-control", "content-disposition", "retry-after",
                   "request-id")  # fmt: skip
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,128})"')
+_TOTAL_TOKENS = re.compile(rb'"total_tokens"\s*:\s*(\d{1,9})')
 _MAX_OWNERS = 10_000
-_HEAD_BYTES = 16 * 1024
+_HEAD_BYTES, _TAIL_BYTES = 16 * 1024, 4096
 _BYTES_PER_TOKEN = 4
 _TOKENS = 256
 
@@ -132,7 +135,11 @@ class Passthrough:
         if request.method != "POST":
             server = min(servers, key=lambda up: up.inflight)
             return await self._passed(request, run, server, data, plane_driver)
-        with self._gateway.key_loads.accepted(key, *run.load) as run.quota:
+        bill = partial(request_bill, plane_driver)
+        with (
+            self._gateway.key_loads.accepted(key, *run.load) as run.quota,
+            self._gateway.budgets.spending(key, run, request.headers, bill),
+        ):
             answer = await self._admitted(request, run, servers, data, model)
         if known is not None and answer.status == 200:
             self._embeddings.store(*known)
@@ -156,7 +163,7 @@ class Passthrough:
                 metrics.stages.queue_wait.observe((time.monotonic_ns() - start_ns) / SECOND)
                 if isinstance(route, Shed):
                     raise busy(route)
-                run.quota.sent()
+                run.quota.sent(run.parsed.id)
                 upstream = plane_driver.upstreams.get(route.choice.decode)
                 left.discard(route.choice.decode)
                 if upstream is None:
@@ -221,17 +228,22 @@ class Passthrough:
         up: Upstream,
         plane_driver: PlaneDriver,
     ) -> None:
-        head = b""
+        head = tail = b""
         async for data in reply.content.iter_any():
             if not head:
                 plane_driver.observe(FirstToken(run.parsed.id))
             if len(head) < _HEAD_BYTES:
                 head += data[:_HEAD_BYTES]
                 self._note_owner(head, run, up)
+            tail = (tail + data)[-_TAIL_BYTES:]
             if run.lookup is not None:
                 run.lookup.record(data)
             async with asyncio.timeout(self._config.client_timeout or None):
                 await out.write(data)
+        # Where the server does not tell its tokens, those that were asked for count.
+        totals = _TOTAL_TOKENS.findall(tail)
+        total = int(totals[-1]) if totals else run.load[1]
+        run.stats.add(min(run.prompt_tokens, total), max(0, total - run.prompt_tokens))
 
     # --- which server ----------------------------------------------------------------------
 
@@ -361,7 +373,7 @@ async def _streamed(request: web.Request, max_bytes: int) -> AsyncIterator[bytes
 
 def _reply_headers(reply: aiohttp.ClientResponse, run: GatewayRun) -> dict[str, str]:
     headers = {name: reply.headers[name] for name in _REPLY_HEADERS if name in reply.headers}
-    return headers | {"x-request-id": run.parsed.wire_id}
+    return headers | {"x-request-id": run.parsed.wire_id} | dict(run.budget_headers)
 
 
 def _gone(request: web.Request) -> bool:

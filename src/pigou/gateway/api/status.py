@@ -48,11 +48,12 @@ def pages(gateway: Gateway) -> APIPages:
         return json_response({"status": "ok"})
 
     async def usage(_: web.Request) -> web.Response:
-        """Show a key's tenant and its tokens so far."""
+        """Show a key's tenant, its tokens so far and its budgets."""
         key, used = current_key(), Counter[str]()
         for model in gateway.routing:
             used.update(model.metrics.usage(key.tenant))
-        return json_response({"tenant": key.tenant, "admin": key.admin, **used})
+        budgets = gateway.budgets.document(key)
+        return json_response({"tenant": key.tenant, "admin": key.admin, **used, **budgets})
 
     async def version(_: web.Request) -> web.Response:
         return json_response({"version": __version__})

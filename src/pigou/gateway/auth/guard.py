@@ -33,7 +33,9 @@ _RETRY_COUNT = "x-stainless-retry-count"
 _model_metrics: ContextVar[Metrics | None] = ContextVar("model_metrics", default=None)
 _EXPOSED = (
     "x-request-id, x-pigou-decision, x-pigou-worker, x-pigou-prefill-worker, retry-after, "
-    "x-pigou-unknown-fields, x-pigou-prefix-advice, x-pigou-cache"
+    "x-pigou-unknown-fields, x-pigou-prefix-advice, x-pigou-cache, x-ratelimit-limit-requests, "
+    "x-ratelimit-remaining-requests, x-ratelimit-reset-requests, x-ratelimit-limit-tokens, "
+    "x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
 )
 _CORS_METHODS = "GET, POST, OPTIONS"
 _CORS_HEADERS = "authorization, content-type, x-request-id"

@@ -7,7 +7,8 @@ import hmac
 import re
 import secrets
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ from pathlib import Path
 import msgspec
 
 from pigou.config import ConfigError, check_bounds
+from pigou.control.admission.budgets import PERIODS
+from pigou.cost.usage import Usage
 from pigou.gateway.auth.tenure import OPEN_POLICY, KeyPolicy, TenureChoices, TenureDefaults
+from pigou.request import SECOND
 from pigou.small_file import read_text
 from pigou.wire.errors import APIError
 
@@ -30,6 +34,15 @@ _STRUCTURED = (".yaml", ".yml", ".json")
 _ADMIN = ":admin"
 
 
+class KeyBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What may be used in a period; 0 for no limit."""
+
+    requests: int = 0  # in a session: steps of an agent's loop
+    tokens: int = 0  # prompt and output
+    seconds: float = 0.0  # on workers, summed over sequences
+    price: float = 0.0  # dollars of the bill
+
+
 class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits of a key; 0 for none. A sequence is one choice (`n`) of one prompt."""
 
@@ -38,12 +51,25 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     # answered 429.
     queued: int = 0
     queued_tokens: int = 0  # the same for the tokens that they ask for, prompt and `max_tokens`
+    minute: KeyBudget = KeyBudget()
+    day: KeyBudget = KeyBudget()
+    session: KeyBudget = KeyBudget()  # budget of each agent session
 
     def check(self, where: str) -> None:
         """Raise `ConfigError`, which begins with `where`, for a negative limit."""
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
+        flat = {
+            f"{name}.{unit}": limit
+            for name in PERIODS
+            for unit, limit in msgspec.structs.asdict(getattr(self, name)).items()
+        }
+        flat |= {name: getattr(self, name) for name in self.__struct_fields__[: -len(PERIODS)]}
+        for name, value in flat.items():
             check_bounds(f"{where}: limits.{name}", value, ge=0, unit=", which is no limit")
+
+    @property
+    def has_budgets(self) -> bool:
+        """True with a budget of any period."""
+        return any(getattr(self, period) != KeyBudget() for period in PERIODS)
 
 
 class KeyLoad:
@@ -78,6 +104,10 @@ class RequestQuota:
         self._tokens = tokens
         self._waiting = 0
         self._running: set[str] = set()
+        self._began: dict[str, int] = {}  # when a sequence reached a worker
+        self.bill: Callable[[str], Usage | None] = lambda _: None
+        self.bills: list[Usage | None] = []  # bills of sequences that reached a worker
+        self.worker_s = 0.0  # seconds of ended sequences on workers
         self._count(sequences)
 
     async def take(self, call: str, timeout_s: float | None) -> None:
@@ -97,13 +127,18 @@ class RequestQuota:
             ) from None
         self._running.add(call)
 
-    def sent(self) -> None:
+    def sent(self, call: str) -> None:
         """Record that a sequence reached a worker."""
         if self._waiting:
             self._count(-1)
+        if call not in self._began:
+            self._began[call] = time.monotonic_ns()
+            self.bills.append(self.bill(call))
 
     def ended(self, call: str) -> None:
         """Record the end of a sequence."""
+        if call in self._began:
+            self.worker_s += (time.monotonic_ns() - self._began.pop(call)) / SECOND
         if call in self._running:
             self._running.discard(call)
             self._load.slots.release()
@@ -111,7 +146,7 @@ class RequestQuota:
     def close(self) -> None:
         """Release the request and all its sequences."""
         self._count(-self._waiting)
-        for call in list(self._running):
+        for call in [*self._running, *self._began]:
             self.ended(call)
 
     def _count(self, sequences: int) -> None:
@@ -203,6 +238,9 @@ class Keys:
 
     def __len__(self) -> int:
         return len(self._keys)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._keys)
 
     @classmethod
     def read(cls, path: Path) -> Keys:

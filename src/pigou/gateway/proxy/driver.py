@@ -302,7 +302,7 @@ class RequestDriver(ABC):
         self._priority, self._transfer = decision.priority, None
         run.cached = None if choice.prefill is None else run.cached
         if not step.exclude:
-            quota.sent()
+            quota.sent(parsed.id)
         if run.on_route is not None:
             run.on_route(choice)
         why = plane_driver.plane.decision(parsed.id)
