@@ -120,17 +120,18 @@ def test_a_model_with_experts_decodes_what_another_engine_prefilled(experts: Loa
     pair = Pair(Side(experts, counts, None), Side(experts, counts, None))
     greedy = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
     drawn = SamplingParams(max_tokens=10, temperature=0.9, seed=3, ignore_eos=True)
-    lengths = [(0, 44, greedy), (1, 21, drawn), (0, 37, drawn), (1, 9, greedy)]
+    one, two = DOCUMENTS
+    prompts = [one[:44], two[:21], one[3:40], two[5:14]]  # no prefix in common
     streams = [
-        pair.submit(tuple(DOCUMENTS[document][:length]), params, remote=True)
-        for document, length, params in lengths
+        pair.submit(tuple(prompt), params, remote=True)
+        for prompt, params in zip(prompts, [greedy, drawn, drawn, greedy], strict=True)
     ]
     pair.run()
     for stream in streams:
         assert stream.done
         reference.check(stream)
         assert pair.d.computed[stream.id] <= 4 + len(stream.tokens)  # a block of the prompt
-    assert pair.received == sum((length - 1) // 4 for _, length, _ in lengths)
+    assert pair.received == sum((len(prompt) - 1) // 4 for prompt in prompts)
     assert pair.p.core.held == 0
 
 
