@@ -2,12 +2,15 @@
 """Decode tokens per CPU-second with drafts and without, on the same texts, in turns.
 
     python -m benchmarks.runtime.speculation MODEL [--batch 1 8 32] [--draft FOLDER] [--rounds 5]
+    python -m benchmarks.runtime.speculation --pairs
 
 The model computes every token, but the text is given: `edit` repeats the prompt with one token of
 16 changed, `chat` is the same with one of 4, `random` repeats nothing, and `false` has so few
 different tokens that matches are found everywhere and nearly all drafts are wrong. With --draft, a
 draft model proposes in place of n-grams, and texts are the model's own. CPU seconds are those of
-the process; ratios are medians over the rounds, each of which has texts of its own.
+the process; ratios are medians over the rounds, each of which has texts of its own. --pairs prints,
+of synthetic pairs of distributions, how often draws at the same number agree, beside what the
+rejection rule would accept, exactly.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ def text(kind: str, vocab: int, output: int, rng: np.random.Generator) -> np.nda
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model")
+    parser.add_argument("model", nargs="?", default="bundled")
+    parser.add_argument("--pairs", action="store_true", help="synthetic pairs alone, no model")
     parser.add_argument("--draft", default="", help="folder of a draft model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=1)
@@ -55,6 +59,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=100)
     options = parser.parse_args()
+    if options.pairs:
+        compare_pairs(options.seed)
+        return
     prepare_environment(options.threads)
     from pigou.config import SpeculativeConfig
     from pigou.models import bundled_path
@@ -76,6 +83,25 @@ def main() -> None:
     for batch in options.batch:
         for kind in options.kinds:
             compare(model, drafting, batch, kind, options)
+
+
+def compare_pairs(seed: int, vocab: int = 32_000, repeats: int = 30) -> None:
+    """Print mean acceptance by the spread of the target's logits and the draft's noise."""
+    rng = np.random.default_rng(seed)
+    print(f"{'spread':>6} {'noise':>6} {'same number':>12} {'rejection':>10}")
+    for spread in (2, 3, 4, 5):
+        for noise in (0.25, 0.5, 1.0, 1.5):
+            same, rejection = [], []
+            for _ in range(repeats):
+                target = rng.normal(0, spread, vocab)
+                draft = target + rng.normal(0, noise, vocab)
+                p, q = (np.exp(logits - logits.max()) for logits in (target, draft))
+                p, q = p / p.sum(), q / q.sum()
+                ends, others = p.cumsum(), q.cumsum()
+                shared = np.minimum(ends, others) - np.maximum(ends - p, others - q)
+                same.append(shared.clip(0).sum())
+                rejection.append(np.minimum(p, q).sum())
+            print(f"{spread:>6} {noise:>6} {np.mean(same):>12.0%} {np.mean(rejection):>10.0%}")
 
 
 def compare(
