@@ -79,6 +79,18 @@ def test_the_terms_add_up_to_what_the_engine_takes() -> None:
     assert memory.tokens == 16 * memory.blocks
 
 
+def test_a_draft_model_takes_its_weights_and_a_share_of_each_block() -> None:
+    model, draft = architecture("llama-3.1-70b"), architecture("llama-3.2-1b")
+    config, device = VramConfig(tp=4), gpu("H200")
+    alone, both = vram_map(model, device, config), vram_map(model, device, config, draft)
+    assert both.weights - alone.weights == draft.weight_bytes
+    assert both.cache // both.blocks == 16 * (model.token_bytes(4) + draft.token_bytes())
+    assert both.usable - both.weights - both.cache - both.activations > 0
+    mix = [(4, 1000)]
+    need = [mix_demand(model, device, both, mix, 4, draft=d).demand for d in (None, draft)]
+    assert need[1] - need[0] == 4 * draft.sequence_bytes(1000)
+
+
 def test_a_lora_adapter_of_rank_16_has_its_known_size() -> None:
     assert adapter_bytes(architecture("llama-3.1-8b"), 16, ("q", "k", "v", "o")) == 27_262_976
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
+from pigou.models import bundled_path
 from pigou.runtime.memory_report import measured, tensor_bytes
+from pigou.runtime.models.load import load
+from pigou.worker.config import WorkerConfig
+from pigou.worker.startup.build import build
 
 torch = pytest.importorskip("torch")
 
@@ -26,3 +32,17 @@ def test_the_peak_of_a_run_is_what_it_needed_for_a_while() -> None:
 def test_a_tensor_that_is_used_twice_counts_once() -> None:
     one = torch.zeros(10, dtype=torch.float32)
     assert tensor_bytes([one, {"again": one.view(2, 5)}, (torch.zeros(3),)]) == 52
+
+
+def test_a_draft_model_counts_with_its_weights_and_cache() -> None:
+    folder, report = bundled_path(), {}
+    for drafting in ("", json.dumps({"model": str(folder), "num_speculative_tokens": 2})):
+        parts = build(WorkerConfig(
+            model="bundled", blocks=16, max_model_len=128, kv_transfer="none",
+            speculative_config=drafting,
+        ))  # fmt: skip
+        assert parts.measure is not None
+        report[bool(drafting)] = parts.measure(lambda: ())[1]
+    alone, drafted = report[False], report[True]
+    assert drafted.weights - alone.weights == tensor_bytes(load(folder).decoder)
+    assert drafted.cache == 2 * alone.cache

@@ -80,8 +80,10 @@ class VramMap(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int  # tokens that the blocks hold, where every layer holds all
 
 
-def vram_map(model: Architecture, device: Gpu, config: VramConfig) -> VramMap:
-    """Return the memory map of one GPU of a worker."""
+def vram_map(
+    model: Architecture, device: Gpu, config: VramConfig, draft: Architecture | None = None
+) -> VramMap:
+    """Return the memory map of one GPU of a worker; a draft model is whole on it, with its KV."""
     device.check_tp(config.tp)
     if config.dp > 1 or config.ep or config.redundant_experts:
         check_parallel(config.parallel, model, device)
@@ -94,6 +96,10 @@ def vram_map(model: Architecture, device: Gpu, config: VramConfig) -> VramMap:
     usable = int(device.memory * config.utilization)
     tp = config.tp
     weights = model.weight_bytes_on(config.parallel)
+    block = model.token_bytes(tp) * config.block_size
+    if draft is not None:
+        weights += draft.weight_bytes_on(ParallelConfig())
+        block += draft.token_bytes() * config.block_size
     activations = layer_bytes(model.hidden, model.wide / tp, config.max_batched_tokens)
     scratch = config.max_seqs * model.vocab * SAMPLER_BYTES
     adapters = 0
@@ -102,7 +108,6 @@ def vram_map(model: Architecture, device: Gpu, config: VramConfig) -> VramMap:
         adapters = config.adapters * adapter // tp
     runtime = int(config.runtime_gib * GIB)
     room = usable - weights - activations - adapters - runtime - scratch
-    block = model.token_bytes(tp) * config.block_size
     blocks = room // block
     if blocks < 1:
         raise ConfigError(
@@ -152,7 +157,7 @@ class MixDemand(msgspec.Struct, frozen=True, kw_only=True):
 
 def mix_demand(
     model: Architecture, device: Gpu, memory: VramMap, sequences: Sequence[tuple[int, int]],
-    gpus: ParallelConfig | int = 1, margin: float = 0.3,
+    gpus: ParallelConfig | int = 1, margin: float = 0.3, draft: Architecture | None = None,
 ) -> MixDemand:  # fmt: skip
     """Return what sequences need of a worker's cache, less a share `margin`, and their step's time.
 
@@ -162,6 +167,8 @@ def mix_demand(
     check_bounds("margin", margin, ge=0, lt=1)
     split = parallel_config(gpus)  # sequences are spread evenly over its ranks
     demand = sum(count * model.sequence_bytes(tokens, split.tp) for count, tokens in sequences)
+    if draft is not None:
+        demand += sum(count * draft.sequence_bytes(tokens) for count, tokens in sequences)
     demand = -(-demand // split.dp)
     safe = int(memory.cache * (1.0 - margin))
     reads_s = (memory.weights / device.streaming + demand / device.cache) / device.bandwidth

@@ -55,6 +55,9 @@ def vram(
         typer.Option(help="Number format of the KV cache: bfloat16, fp8, fp8_ds_mla, ...; by "
                           "default the model's own."),
     ] = "",
+    draft_model: Annotated[
+        str, typer.Option(help="Draft model, whole on each GPU beside its KV: a name, or folder.")
+    ] = "",
     memory_gib: Annotated[
         float, typer.Option(help="Memory in GiB as the driver reports it, if it differs.", min=0.0)
     ] = 0.0,
@@ -71,7 +74,7 @@ def vram(
     """Map a GPU's memory under a model: six terms, the KV of a token, and what a batch needs."""
     check_json(json)
     if worker:
-        computed = (model, gpu, sequences, kv_dtype, memory_gib, margin != _MARGIN)
+        computed = (model, gpu, sequences, kv_dtype, draft_model, memory_gib, margin != _MARGIN)
         if any(computed) or config != VramConfig():
             raise ConfigError("--worker is given, and options of a computed map, too; give one")
         measured = _measured(worker, key)
@@ -93,10 +96,12 @@ def vram(
     if margin != _MARGIN and not sequences:
         raise ConfigError("--margin is given, and is of the batch of --sequences; give both")
     batch = _parse_sequences(sequences)
-    memory = vram_map(shape, device, config)
+    draft = architecture(draft_model) if draft_model else None
+    memory = vram_map(shape, device, config, draft)
     document = _document(shape, device, config, memory)
+    document["draft_model"] = "" if draft is None else draft.name
     if batch:
-        demand = mix_demand(shape, device, memory, batch, config.parallel, margin)
+        demand = mix_demand(shape, device, memory, batch, config.parallel, margin, draft)
         document["batch"] = {**msgspec.to_builtins(demand), "margin": margin}
         count = sum(number for number, _ in batch)
         mean = sum(number * tokens for number, tokens in batch) // count

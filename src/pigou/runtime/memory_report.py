@@ -22,8 +22,8 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
 
     device: str  # "cpu" or "cuda:N"
     memory: int
-    weights: int  # tensors of the model
-    cache: int  # KV blocks
+    weights: int  # tensors of the model and of its draft model
+    cache: int  # KV blocks of both
     activations: int  # peak of the startup steps, above what stays
     adapters: int  # slots of LoRA adapters
     runtime: int  # libraries and context that are resident

@@ -100,6 +100,7 @@ class DraftModel:
         )  # fmt: skip
         self._core = EngineCore(config)
         cache = model.cache(blocks, config.block_size)
+        self.decoder, self.cache_bytes = model.decoder, blocks * cache.layout.block_bytes
         self._executor = model.executor(cache, self._core.tables, max_tokens)
         self._drafts = drafts
 

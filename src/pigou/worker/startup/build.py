@@ -125,7 +125,7 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
     from pigou.runtime.models.load import load
     from pigou.runtime.ranks import Ranks
     from pigou.runtime.resources import device_name, free_memory, kv_room, set_threads
-    from pigou.runtime.speculation import make_proposer
+    from pigou.runtime.speculation import DraftModel, make_proposer
     from pigou.runtime.structured_output import WorkBudget
 
     set_threads(config.threads)
@@ -167,8 +167,12 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
         enforce_eager=config.enforce_eager,
     )  # fmt: skip
     log.info("attention: %s", executor.path)
+    decoders, cache_bytes = [loaded.decoder], blocks * layout.block_bytes
     if (drafting := config.speculation) is not None:
-        executor.proposer = make_proposer(drafting, loaded, core.config)
+        executor.proposer = proposer = make_proposer(drafting, loaded, core.config)
+        if isinstance(proposer, DraftModel):
+            decoders.append(proposer.decoder)
+            cache_bytes += proposer.cache_bytes
     model = _served(
         config, loaded.folder, eos=loaded.config.eos, digest=loaded.digest,
         limits=ModelLimits(core.config.max_model_len, loaded.config.vocab),
@@ -198,8 +202,8 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
             lambda: read_architecture(loaded.folder, dtype=name), device_name(loaded.device)
         ),
         measure=partial(
-            measured, device=loaded.device, weights=tensor_bytes(loaded.decoder),
-            cache=blocks * layout.block_bytes, adapters=0 if bank is None else bank.bytes,
+            measured, device=loaded.device, weights=tensor_bytes(decoders), cache=cache_bytes,
+            adapters=0 if bank is None else bank.bytes,
         ),
         ranks=ranks,
     )  # fmt: skip
