@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from hashlib import sha256
 from typing import Any
@@ -162,3 +163,18 @@ async def test_a_body_nested_too_deeply_is_refused_before_it_is_translated(path:
         async with session.post(path, data=body, headers=headers) as reply:
             assert reply.status == 400
             assert "nested" in (await reply.json())["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_a_client_that_leaves_a_translated_stream_ends_the_workers_work(path: str) -> None:
+    asks = MESSAGE if path.endswith("messages") else {"input": "a"}
+    held = Script(held=asyncio.Event(), held_after=2)
+    async with (
+        serving(Stub("a", script=held)) as fleet,
+        aiohttp.ClientSession(fleet.url) as session,
+    ):
+        async with session.post(path, json=asks | {"stream": True}) as reply:
+            await reply.content.readany()
+            reply.close()
+        await fleet.settle()
+        assert (fleet.stubs["a"].cancelled, fleet.idle()) == (1, True)

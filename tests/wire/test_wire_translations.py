@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -183,6 +184,18 @@ def test_half_a_surrogate_pair_is_refused_by_its_field(text: Any) -> None:
             begin(**{name: text})
         assert (caught.value.status, caught.value.param) == (400, name)
     assert response(input="\ud83d\ude00").body  # a whole pair
+
+
+def test_bytes_that_are_no_utf8_are_refused_wherever_they_stand() -> None:
+    for make in (Messages, partial(Responses, tenant="t", store=ResponseStore(Clock()))):
+        with pytest.raises(APIError, match="UTF-8"):
+            make(b'{"model":"\xed\xa0\x80","input":"a","messages":[],"max_tokens":1}', id="a")
+
+
+def test_a_refusal_does_not_repeat_a_long_value() -> None:
+    with pytest.raises(APIError) as caught:
+        response(truncation="x" * 99_999)
+    assert len(caught.value.message) < 500
 
 
 # --- Responses ----------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ import pytest
 from worker_process import Worker, start, stop
 
 from pigou.config import ConfigError
-from pigou.models import bundled_path
+from pigou.models import ModelError, bundled_path
+from pigou.models.hf_config import HfConfig, read_config
+from pigou.models.read import choose_implementation
 from pigou.worker.http.pooling import pooling_of
 
 torch = pytest.importorskip("torch")
@@ -98,6 +100,13 @@ def test_scores_and_ranks_are_cosines(pooled: Any) -> None:
     assert best["relevance_score"] == pytest.approx(cosines.max(), abs=1e-5)
     refused = worker.post("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]})
     assert (refused.status, refused.json["error"]["param"]) == (400, "text_1")
+    for fields, name in (({"queries": "b"}, "queries"), ({"data_2": "b"}, "data_2"),
+                         ({"text_2": ""}, "text_2"), ({"text_2": ["a" * 9999]}, "text_2"),
+                         ({"text_1": None}, "text_1")):  # fmt: skip
+        refused = worker.post("/v1/score", {"text_1": "a", "text_2": "b"} | fields)
+        assert (refused.status, refused.json["error"]["param"]) == (400, name)
+    refused = worker.post("/v1/embeddings", {"input": ["a", ""]})
+    assert (refused.status, refused.json["error"]["param"]) == (400, "input")
 
 
 def test_a_model_without_pooling_says_so(tmp_path: Path) -> None:
@@ -108,6 +117,13 @@ def test_a_model_without_pooling_says_so(tmp_path: Path) -> None:
         assert "--pooling" in refused.json["error"]["message"]
     finally:
         stop(worker)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "pigou", "transformers"])
+def test_a_cross_encoder_is_refused_by_its_name(tmp_path: Path, wanted: str) -> None:
+    values = read_config(bundled_path()) | {"architectures": ["LlamaForSequenceClassification"]}
+    with pytest.raises(ModelError, match="LlamaForSequenceClassification"):
+        choose_implementation(HfConfig(tmp_path, values), wanted)
 
 
 def test_pooling_that_does_not_work_is_refused(tmp_path: Path) -> None:

@@ -160,6 +160,10 @@ def choose_implementation(config: HfConfig, wanted: str) -> str:
     """
     keys = quantisation_of(config.values)
     served_quantisation(str(config.path), keys)
+    for name in map(str, config.get("architectures") or ()):
+        if name.endswith("Classification"):
+            raise ModelError(f"architectures has {name}, whose classification head is not run: "
+                             "serve a decoder, which scores by its embeddings")  # fmt: skip
     if wanted != "transformers":
         try:
             served_family(config)

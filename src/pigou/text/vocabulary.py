@@ -220,12 +220,9 @@ def _word_piece(spec: Any) -> Step:
 
 
 _STEPS: dict[str, Callable[[Any], Step]] = {
-    "ByteLevel": _byte_level,
-    "ByteFallback": _byte_fallback,
-    "Metaspace": _metaspace,
-    "Replace": _replace,
-    "WordPiece": _word_piece,
-}
+    "ByteLevel": _byte_level, "ByteFallback": _byte_fallback, "Metaspace": _metaspace,
+    "Replace": _replace, "WordPiece": _word_piece,
+}  # fmt: skip
 
 
 def _byte_chars() -> dict[str, int]:

@@ -27,12 +27,7 @@ class OverBudget(Exception):
 
 
 class ByteBudget:
-    """Bytes in memory, for all holders in one process.
-
-    Example:
-        with REPLIES.reserve() as held:
-            held.grow(len(part))
-    """
+    """Bytes in memory, for all holders in one process."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

@@ -107,9 +107,8 @@ class ChatTranslation(ABC):
             return
         chunk = object_decoder.decode(payload)
         if error := chunk.get("error"):
-            yield from self.fail(
-                error | {"message": renamed(str(error.get("message")), self.field)}
-            )
+            error["message"] = renamed(str(error.get("message")), self.field)
+            yield from self.fail(error)
             return
         if not self._begun:
             self.model, self.created = chunk.get("model") or "", chunk.get("created") or 0
@@ -161,7 +160,7 @@ def read_fields(
     """Decode a request's own fields, and the others, which are the chat's; raises APIError 400."""
     data = without_bom(data)
     fields = decoded(decoder, data)
-    rest = object_decoder.decode(data)
+    rest = decoded(object_decoder, data)
     for name, remedy in refused.items():
         if rest.pop(name, None) not in (None, False, [], {}):
             raise bad_field(name, f"is refused: {remedy}.")
@@ -203,13 +202,6 @@ def event(kind: str, fields: Json) -> bytes:
 def function_tool(function: Any) -> Json:
     """Return a function of a chat's `tools` or `tool_choice`."""
     return {"type": "function", "function": function}
-
-
-def needed(value: Any, path: str) -> Any:
-    """Return a field's value; raise the error 400 if there is none."""
-    if value is None:
-        raise bad_field(path, "is required, and missing.")
-    return value
 
 
 def text_part(text: Any) -> Json:

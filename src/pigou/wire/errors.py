@@ -75,8 +75,8 @@ REFUSED: dict[str, tuple[str, *tuple[Any, ...]]] = {
     "return_tokens_as_token_ids": ("it is not supported; use return_token_ids", False),
 }  # fmt: skip
 
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`(?: - at `(?P<path>.*)`)?$")
-_MISSING = re.compile(r"Object missing required field `(?P<field>.*?)`(?: - at `(?P<path>.*)`)?$")
+_NAMED = re.compile(r"Object (?P<fault>contains unknown|missing required) field `(?P<field>.*?)`"
+                    r"(?: - at `(?P<path>.*)`)?$")  # fmt: skip
 _WRONG = re.compile(r"(?P<what>.*?) - at `(?P<path>.*)`$")
 _PATH_STEP = re.compile(r"[.\[]")
 #: Errors raised by decoding JSON.
@@ -222,21 +222,20 @@ def _surrogate_field(body: bytes) -> str | None:
 
 
 def _field_error(text: str, body: bytes) -> APIError:
-    if match := _UNKNOWN.match(text):
+    if match := _NAMED.match(text):
         field = _join(match["path"], match["field"])
+        if match["fault"] == "missing required":
+            return bad_request(f"{field} is required, and missing.", field)
         if field in REFUSED:
             return bad_request(f"{field} is refused: {REFUSED[field][0]}.", field)
         return unknown_field(field)
-    if match := _MISSING.match(text):
-        field = _join(match["path"], match["field"])
-        return bad_request(f"{field} is required, and missing.", field)
     match = _WRONG.match(text)
     field = _join(match["path"], "") if match else ""
     if match is None or not field:
         return bad_request(f"The body must be a JSON object: {_lower(text)}.")
     value = _shown(_value_at(body, match["path"]))
     param = field.split("[")[0]
-    return bad_request(f"{field} has a wrong value{value}: {_lower(match['what'])}.", param)
+    return bad_request(f"{field} has a wrong value{value}: {_lower(match['what'])[:200]}.", param)
 
 
 def _lower(text: str) -> str:

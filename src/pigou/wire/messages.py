@@ -7,21 +7,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from pigou.wire.chat_translation import (
-    ChatTranslation,
-    ReplyPart,
-    Step,
-    call_of,
-    event,
-    function_tool,
-    image_part,
-    needed,
-    object_decoder,
-    read_fields,
-    switch_thinking,
-    text_part,
-    translate_parts,
-)
+from pigou.wire import chat_translation as chats
+from pigou.wire.chat_translation import ChatTranslation, ReplyPart, Step, call_of, event
 from pigou.wire.errors import APIError, bad_field, bad_kind
 from pigou.wire.openai_replies import Json, encode
 
@@ -103,9 +90,9 @@ class Messages(ChatTranslation):
 
     def __init__(self, data: bytes, id: str, *, counts: bool = False) -> None:
         """`id` is hexadecimal, and new. Raises APIError 400."""
-        fields, chat = read_fields(data, _request, _REFUSED)
-        if not counts:
-            needed(fields.max_tokens, "max_tokens")
+        fields, chat = chats.read_fields(data, _request, _REFUSED)
+        if fields.max_tokens is None and not counts:
+            raise bad_field("max_tokens", "is required, and missing.")
         self.id = f"msg_{id}"
         messages, sources = list[Json](), list[str]()
         if fields.system is not None:
@@ -116,7 +103,7 @@ class Messages(ChatTranslation):
             sources += [f"messages[{index}]"] * len(said)
         chat |= {"messages": messages, "stop": fields.stop_sequences, **_tools(fields)}
         if fields.thinking is not None and fields.thinking.type != "adaptive":
-            switch_thinking(chat, fields.thinking.type == "enabled")
+            chats.switch_thinking(chat, fields.thinking.type == "enabled")
         if fields.thinking is not None and fields.thinking.display == "omitted":
             chat["include_reasoning"] = False
         config = fields.output_config or OutputConfig()
@@ -128,7 +115,7 @@ class Messages(ChatTranslation):
 
     def tokenize_body(self) -> bytes:
         """Return the body of `/tokenize` that counts the prompt's tokens."""
-        chat = object_decoder.decode(self.body)
+        chat = chats.object_decoder.decode(self.body)
         names = ("model", "messages", "tools", "chat_template_kwargs")
         return encode({name: chat[name] for name in names if name in chat})
 
@@ -161,7 +148,7 @@ class Messages(ChatTranslation):
         if part.kind == "text":
             return {"type": "text", "text": text}
         try:
-            arguments = object_decoder.decode(text)
+            arguments = chats.object_decoder.decode(text)
         except msgspec.DecodeError:
             arguments = {}  # not begun, or cut off by max_tokens
         return {"type": "tool_use", "id": part.call, "name": part.name, "input": arguments}
@@ -202,12 +189,10 @@ def _tools(fields: MessagesRequest) -> Json:
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
         if tool.get("description") is not None:
             function["description"] = tool["description"]
-        tools.append(function_tool(function))
+        tools.append(chats.function_tool(function))
     chat: Json = {"tools": tools or None}
     if (choice := fields.tool_choice) is not None:
-        chat["tool_choice"] = _CHOICES.get(choice.type) or function_tool(
-            {"name": needed(choice.name, "tool_choice.name")}
-        )
+        chat["tool_choice"] = _CHOICES.get(choice.type, chats.function_tool({"name": choice.name}))
         chat["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
     return chat
 
@@ -228,8 +213,8 @@ def _chat_messages(message: Json, where: str) -> list[Json]:
             case {"type": "tool_result", "tool_use_id": id}:
                 result = _content(block.get("content", ""), f"{where}.content")
                 if block.get("is_error"):
-                    texts = [text_part(result)] if isinstance(result, str) else result
-                    result = [text_part("Error:"), *texts]
+                    texts = [chats.text_part(result)] if isinstance(result, str) else result
+                    result = [chats.text_part("Error:"), *texts]
                 results.append({"role": "tool", "tool_call_id": id, "content": result})
             case {"type": "thinking", "thinking": str(text)}:
                 thought += text
@@ -247,15 +232,15 @@ def _chat_messages(message: Json, where: str) -> list[Json]:
 
 
 def _content(content: Any, where: str) -> Any:
-    return translate_parts(content, _chat_part, where, "block", "text")
+    return chats.translate_parts(content, _chat_part, where, "block", "text")
 
 
 def _chat_part(block: Any) -> Json | None:
     match block:
         case {"type": "text", "text": text}:
-            return text_part(text)
+            return chats.text_part(text)
         case {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}:
-            return image_part(f"data:{kind};base64,{data}")
+            return chats.image_part(f"data:{kind};base64,{data}")
         case {"type": "image", "source": {"type": "url", "url": url}}:
-            return image_part(url)
+            return chats.image_part(url)
     return None

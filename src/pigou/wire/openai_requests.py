@@ -16,6 +16,7 @@ from pigou.wire.errors import (
     decoded,
     unknown_field,
 )
+from pigou.wire.sse import BOM
 
 #: Response header that lists a request's unknown fields.
 HEADER = "X-Pigou-Unknown-Fields"
@@ -30,7 +31,6 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 Prompt: TypeAlias = str | list[str | int | list[int]]
 NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
 _B = TypeVar("_B", bound="_OpenAIBody")
-_BOM = b"\xef\xbb\xbf"
 
 
 def neutral(name: str, value: Any, n: Any = None) -> bool:
@@ -366,4 +366,4 @@ def decode_generation(body: bytes) -> CompletionRequest | ChatRequest:
 
 def without_bom(body: bytes) -> bytes:
     """Return a body without a UTF-8 byte order mark."""
-    return body.removeprefix(_BOM)
+    return body.removeprefix(BOM)

@@ -10,21 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from pigou.wire.chat_translation import (
-    ChatTranslation,
-    ReplyPart,
-    Step,
-    call_of,
-    event,
-    function_tool,
-    image_part,
-    needed,
-    object_decoder,
-    read_fields,
-    switch_thinking,
-    text_part,
-    translate_parts,
-)
+from pigou.wire import chat_translation as chats
+from pigou.wire.chat_translation import ChatTranslation, ReplyPart, Step, call_of, event
 from pigou.wire.errors import APIError, bad_field, bad_kind
 from pigou.wire.openai_replies import Json, encode
 from pigou.wire.openai_requests import StreamOptions
@@ -168,7 +155,7 @@ class Responses(ChatTranslation):
 
     def __init__(self, data: bytes, id: str, tenant: str, store: ResponseStore) -> None:
         """`id` is hexadecimal, and new. Raises APIError 400 or 404."""
-        fields, chat = read_fields(data, _request, _REFUSED)
+        fields, chat = chats.read_fields(data, _request, _REFUSED)
         self.id, self._tenant, self._store = f"resp_{id}", tenant, store
         self._fields: ResponsesRequest = fields
         self._count = 0
@@ -197,7 +184,7 @@ class Responses(ChatTranslation):
                  "reasoning_effort": reasoning.effort, "response_format": _form(text.format),
                  **_tools(fields)}  # fmt: skip
         if reasoning.effort == "none":
-            switch_thinking(chat, False)
+            chats.switch_thinking(chat, False)
         if fields.stream_options is not None and fields.stream_options.include_obfuscation:
             raise bad_field("stream_options.include_obfuscation", "is refused: set it to false.")
         super().__init__(chat, ["instructions"] * len(system) + self._sources)
@@ -250,7 +237,7 @@ class Responses(ChatTranslation):
         """Return the stored item that an id names (`PREFIX_RESPONSE_INDEX`)."""
         response = id.partition("_")[2].partition("_")[0]
         stored = self._store.find(self._tenant, f"resp_{response}")
-        output: list[Json] = [] if stored is None else object_decoder.decode(stored.body)["output"]
+        output: list[Json] = chats.object_decoder.decode(stored.body)["output"] if stored else []
         item = next((item for item in output if item["id"] == id), None)
         if item is None:
             raise absent(id)
@@ -374,24 +361,25 @@ def _tools(fields: ResponsesRequest) -> Json:
             raise bad_kind(
                 f"tools[{index}].type", kind, "hosted tools are not supported: use functions"
             )
-        tools.append(function_tool(function))
+        tools.append(chats.function_tool(function))
     if isinstance(choice, dict):
         if (kind := choice.get("type")) != "function":
             raise bad_kind("tool_choice.type", kind, "function works")
-        choice = function_tool({"name": needed(choice.get("name"), "tool_choice.name")})
+        choice = chats.function_tool({"name": choice.get("name")})
     return {"tools": tools or None, "tool_choice": choice}
 
 
 def _content(item: Json, where: str, name: str = "content") -> Any:
-    return translate_parts(item.get(name), _chat_part, f"{where}.{name}", "part", "input_text")
+    where = f"{where}.{name}"
+    return chats.translate_parts(item.get(name), _chat_part, where, "part", "input_text")
 
 
 def _chat_part(part: Any) -> Json | None:
     match part:
         case {"type": "input_text" | "output_text"}:
-            return text_part(part.get("text"))
+            return chats.text_part(part.get("text"))
         case {"type": "input_image", "image_url": str(url)}:
-            return image_part(url)
+            return chats.image_part(url)
         case {"type": "text" | "refusal"}:
             return dict(part)
     return None

@@ -9,7 +9,7 @@ DONE_PAYLOAD = b"[DONE]"
 MAX_EVENT = 16 * 1024 * 1024
 #: Pieces buffered before a join.
 _MAX_PARTS = 16_384
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 
 
 class EventTooLong(ValueError):
@@ -49,11 +49,11 @@ class Reader:
         if self._held:
             data, self._held = self._held + data, b""
         if not self._begun:
-            if len(data) < len(_BOM) and _BOM.startswith(data):
+            if len(data) < len(BOM) and BOM.startswith(data):
                 self._held = data
                 return []
             self._begun = True
-            data = data.removeprefix(_BOM)
+            data = data.removeprefix(BOM)
         if b"\r" in data:
             # A trailing "\r" may be half of "\r\n": it waits for what follows.
             if data.endswith(b"\r"):

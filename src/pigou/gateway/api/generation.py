@@ -126,8 +126,6 @@ class GenerationAPI:
                 traced.take(run)
             note_request(run.parsed.wire_id, run.trace_id)
             note_reply_id(request, run.parsed.wire_id)
-            if translation is not None:
-                run.parsed.unknown[:] = map(translation.field, run.parsed.unknown)
             self._unknown.judge(run.parsed.unknown)
             gateway.routing.check(run.parsed.fields.model)
             if ADVICE_HEADER in request.headers:
@@ -238,6 +236,8 @@ class GenerationAPI:
             model=name,
             adapter=model.adapter,
         )
+        if translation is not None:
+            parsed = replace(parsed, unknown=[*map(translation.field, parsed.unknown)])
         headers = passed_on(request.headers)
         return GatewayRun.of(parsed, trace_headers=headers, translation=translation), model
 

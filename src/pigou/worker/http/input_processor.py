@@ -150,9 +150,7 @@ class InputProcessor:
         if adapters is not None and name in adapters.served:
             return
         if name is not None and name != self._model.name:
-            why = (
-                f"The model {name[:80]!r} does not exist; this worker serves {self._model.name!r}."
-            )
+            why = f"The model {name[:80]!r} does not exist; this one serves {self._model.name!r}."
             raise APIError(404, why, "model")
 
     def _with_version(self, request: _G) -> _G:

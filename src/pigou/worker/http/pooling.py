@@ -143,7 +143,7 @@ def _given(request: ScoreRequest, names: Sequence[str]) -> str:
     given = [name for name in names if getattr(request, name) is not None]
     if len(given) != 1:
         raise bad_field(
-            [*given, names[0]][-1],
+            [names[0], *given][-1],
             f"is given beside {given[0]}: keep one." if given else "is required, and missing.",
         )
     return given[0]
@@ -152,9 +152,10 @@ def _given(request: ScoreRequest, names: Sequence[str]) -> str:
 def _texts(value: Any, name: str) -> list[str]:
     items = [value] if isinstance(value, str) else value
     texts = [item.get("text") if isinstance(item, dict) else item for item in items]
-    if not texts or not all(isinstance(text, str) and text for text in texts):
+    good = [text for text in texts if isinstance(text, str) and text]
+    if not texts or len(good) < len(texts):
         raise bad_field(name, "must be a text or a list of texts, none of them empty.")
-    return texts
+    return good
 
 
 def prompt_field(request: EmbeddingsRequest | ScoreRequest | RerankRequest) -> str:
