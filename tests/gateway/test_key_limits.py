@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import re
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from stub import Script, Stub, serving
 from pigou.config import ConfigError, ControlConfig
 from pigou.gateway.auth.budgets import BudgetLedger, read_budgets
 from pigou.gateway.auth.keys import Key, KeyBudget, KeyLimits, Keys
+from pigou.gateway.metrics import OTHER_TENANTS, TenantMetrics
+from pigou.gateway.request import GatewayRun, ParsedRequest
 from pigou.request import SECOND
 
 TEXT = "/v1/completions"
@@ -243,3 +247,35 @@ def test_a_default_budget_that_cannot_be_honoured_is_refused_by_name(text: str, 
 def test_a_budget_of_price_needs_prices() -> None:
     with pytest.raises(ConfigError, match="--prices"):
         BudgetLedger(read_budgets(["day.price=2"]), (), False, lambda: 0)
+
+
+async def test_a_tenant_sees_its_own_latency_and_hits_and_no_other_tenants() -> None:
+    own = [Key(name, sha256(name.encode()).digest()) for name in ("acme", "beta")]
+    async with serving(Stub("a"), keys=Keys(own)) as fleet:
+        for key in ("acme", "acme", "beta"):
+            body = {"prompt": [1] * 10, "max_tokens": 3, "stream": True}
+            headers = {"authorization": f"Bearer {key}"}
+            async with aiohttp.ClientSession() as http:
+                async with http.post(fleet.url + TEXT, json=body, headers=headers) as response:
+                    await response.read()
+                async with http.get(fleet.url + "/metrics", headers=headers) as response:
+                    page = await response.text()
+            for name in ("time_to_first_token_seconds_count", "prompt_tokens_total"):
+                assert re.search(f'pigou_tenant_{name}{{.*tenant="{key}"}} [1-9]', page)
+            assert {*re.findall('tenant="([^"]*)"', page)} == {key}
+
+
+def test_series_of_tenants_are_bounded_and_none_of_them_falls() -> None:
+    metrics, before, draw = TenantMetrics(shown=3), dict[str, float](), random.Random(1)
+    for count in range(1, 400):
+        tenant = f"t{int(draw.expovariate(0.3))}"
+        parsed = ParsedRequest(id="1", wire_id="1", chat=False, stream=False, body={},
+                               prompt_tokens=1, max_tokens=1, tenant=tenant)  # fmt: skip
+        metrics.ended(GatewayRun.of(parsed), "")
+        family = next(iter(metrics.families()))
+        now = {sample.labels["tenant"]: sample.value for sample in family.samples}
+        assert len(now) <= 4
+        assert sum(now.values()) == count
+        assert now[OTHER_TENANTS] >= before.get(OTHER_TENANTS, 0)
+        before = now
+    assert {"t0", "t1"} <= now.keys()

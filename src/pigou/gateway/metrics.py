@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -21,7 +22,7 @@ from pigou import __version__
 from pigou.control.messages import RemoteKVFetch
 from pigou.control.router import Explanation
 from pigou.gateway.request import GatewayRun
-from pigou.metric_rows import MetricSet, gauge_family
+from pigou.metric_rows import MetricSet, counter_family, gauge_family
 from pigou.request import SECOND, BlockKeys
 
 #: Labels with the tenant's name, and with the model's, as vLLM calls it.
@@ -63,6 +64,10 @@ _GENAI_DURATION = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 1
 _GENAI_PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 _GENAI_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5,
                       7.5, 10)  # fmt: skip
+#: Tenants with series of their own, and the label of the others, which no tenant can have.
+MAX_SHOWN_TENANTS, OTHER_TENANTS = 64, "(others)"
+_TENANT_TTFT = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TENANT_DURATION = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 #: `gen_ai.provider.name` of this server.
 PROVIDER = "pigou"
 _GENAI_LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model",
@@ -141,6 +146,8 @@ class Metrics(MetricSet):
         for reason in (NO_PULLER, NO_BROKER):
             self.unpulled_prompts.labels(reason)
         self.stages, self.genai = StageMetrics(self), GenAIMetrics(self)
+        self.tenants = TenantMetrics()
+        self.scrape(self.tenants.families)
         self.retention = SessionRetention(self)
         fast = self._fast_histogram
         self.itl = fast(
@@ -339,6 +346,89 @@ class SessionRetention:
         self._last_blocks[chain[-1]] = None
         if len(self._last_blocks) > _MAX_SESSIONS:
             self._last_blocks.popitem(last=False)
+
+
+class TenantRow:
+    """Requests of a tenant, or of several."""
+
+    def __init__(self) -> None:
+        self.requests = self.prompt_tokens = self.cached_tokens = 0
+        self.ttft_s, self.duration_s = 0.0, 0.0  # sums
+        self.ttft_counts = [0] * (len(_TENANT_TTFT) + 1)
+        self.duration_counts = [0] * (len(_TENANT_DURATION) + 1)
+
+    def add(self, other: TenantRow) -> None:
+        """Add another row."""
+        for name, value in vars(other).items():
+            own = getattr(self, name)
+            if isinstance(own, list):
+                own[:] = [a + b for a, b in zip(own, value, strict=True)]
+            else:
+                setattr(self, name, own + value)
+
+
+class TenantMetrics:
+    """Latency and cache hits by tenant: those with most requests, and the others' sum.
+
+    A tenant that leaves the shown ones is added to the others, so that no series falls.
+    """
+
+    def __init__(self, shown: int = MAX_SHOWN_TENANTS) -> None:
+        self._max_shown = shown
+        self._rows: dict[str, TenantRow] = {}
+        self._others = TenantRow()
+        self._counts: Counter[str] = Counter()  # requests of all tenants
+
+    def ended(self, run: GatewayRun, error: str) -> None:
+        """Count a request; latency only if it succeeded."""
+        row = self._row(run.parsed.tenant)
+        row.requests += 1
+        computed = None if run.metered is None else run.metered.computed
+        if computed is not None:
+            row.prompt_tokens += computed.prompt
+            row.cached_tokens += max(0, computed.prompt - computed.uncached)
+        if error:
+            return
+        duration_s = (time.monotonic_ns() - run.parsed.arrival) / SECOND
+        row.duration_s += duration_s
+        row.duration_counts[bisect_left(_TENANT_DURATION, duration_s)] += 1
+        if (ttft_s := run.ttft_s) is not None:
+            row.ttft_s += ttft_s
+            row.ttft_counts[bisect_left(_TENANT_TTFT, ttft_s)] += 1
+
+    def _row(self, tenant: str) -> TenantRow:
+        self._counts[tenant] += 1
+        if tenant in self._rows:
+            return self._rows[tenant]
+        if len(self._rows) >= self._max_shown:
+            smallest = min(self._rows, key=self._counts.__getitem__)
+            if self._counts[tenant] <= 2 * self._counts[smallest]:
+                return self._others
+            self._others.add(self._rows.pop(smallest))
+        row = self._rows[tenant] = TenantRow()
+        return row
+
+    def families(self) -> Iterator[Metric]:
+        """Yield `pigou_tenant_*`."""
+        rows = [*self._rows.items(), (OTHER_TENANTS, self._others)]
+        for name, text in (
+            ("requests", "Requests that a tenant's keys sent to models."),
+            ("prompt_tokens", "Prompt tokens that began to be answered."),
+            ("cached_tokens", "Those of them that were cached on their worker."),
+        ):
+            samples = [((tenant,), getattr(row, name)) for tenant, row in rows]
+            yield counter_family(f"pigou_tenant_{name}", text, samples, TENANT)
+        for name, field, bounds, text in (
+            ("time_to_first_token", "ttft", _TENANT_TTFT, "From arrival to the first token."),
+            ("request_duration", "duration", _TENANT_DURATION, "From arrival to the reply's end."),
+        ):
+            family = HistogramMetricFamily(f"pigou_tenant_{name}_seconds", text, labels=[TENANT])
+            for tenant, row in rows:
+                cuts = [*map(str, map(float, bounds)), "+Inf"]
+                counts = accumulate(getattr(row, f"{field}_counts"))
+                pairs = list(zip(cuts, counts, strict=True))
+                family.add_metric([tenant], pairs, getattr(row, f"{field}_s"))
+            yield family
 
 
 class GenAIMetrics:

@@ -377,6 +377,7 @@ def counted(run: GatewayRun, model: GatewayModel) -> Iterator[None]:
         if not requested or not model.knows(requested):
             requested = model.served_name
         model.metrics.genai.ended(run, requested, served, error)
+        model.metrics.tenants.ended(run, error)
         describe_access(
             request_id=parsed.wire_id,
             trace_id=run.trace_id or None,
