@@ -36,6 +36,7 @@ class ClientConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     timeout: float = 0.0  # timeout of an attempt in seconds; 0 for none
     retries: int = 0  # further attempts after one that failed
     backoff: float = 0.5  # seconds before the first retry, doubled for each more; times 0.5 to 1
+    heeds_retry_after: bool = True  # waits as long as a refusal says
 
     def __post_init__(self) -> None:
         check_fields(self, "pool", "retries", ge=0)
@@ -89,6 +90,7 @@ class SimulatedClient:
         self.open = 0
         self.expected = workload.request_count
         self._config, self._server, self._clock = config, server, clock
+        self.own: dict[str, ClientConfig] = {}  # timeouts and retries of tenants who have theirs
         self._rng = Random(seed)
         self._free = config.pool
         self._waiting: deque[RequestRun] = deque()
@@ -230,33 +232,35 @@ class SimulatedClient:
         self._send(run, now)
 
     def _send(self, run: RequestRun, now: int) -> None:
-        if self._config.timeout:
+        config = self.own.get(run.spec.tenant, self._config)
+        if config.timeout:
             attempt = run.attempts + 1
 
             def give_up(at: int) -> None:
                 if run.attempts == attempt and run.outcome is RunOutcome.PENDING:
                     self._server.time_out(run, at)
 
-            at = now + round(self._config.timeout * SECOND)
+            at = now + round(config.timeout * SECOND)
             self._clock.at(at, Phase.SEND, run.number, give_up)
         self._server.send(run, now)
 
     def _attempt_ended(self, run: RequestRun, now: int) -> None:
         self._free += 1
-        config = self._config
+        config = self.own.get(run.spec.tenant, self._config)
         failed = run.outcome is not RunOutcome.DONE
         if failed and run.attempts <= config.retries:
             self._hand_out(now)
             wait = config.backoff * 2 ** (run.attempts - 1) * self._rng.uniform(0.5, 1.0)
-            at = now + max(round(wait * SECOND), run.retry_after_ns, 1)
+            heeded_ns = run.retry_after_ns if config.heeds_retry_after else 0
+            at = now + max(round(wait * SECOND), heeded_ns, 1)
             self._clock.at(at, Phase.SEND, run.number, lambda at: self._retry(run, at))
             return
         self.open -= 1
         user = self._sender.pop(run)
         # After a request that failed for good the user waits before the next.
         wait = max(round(config.backoff * SECOND), 1) if failed else 0
-        barges = config.pool and self._waiting and config.barging
-        if barges and self._rng.random() < config.barging:
+        barges = self._config.pool and self._waiting and self._config.barging
+        if barges and self._rng.random() < self._config.barging:
             self._next(user, now, wait)
             self._hand_out(now)
         else:

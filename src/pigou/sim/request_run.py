@@ -11,7 +11,7 @@ import msgspec
 from pigou.engine.plan import Finished, Load
 from pigou.lifecycle.messages import RequestOutcome
 from pigou.lifecycle.request import RequestLifecycle
-from pigou.request import BlockHashes, KVEvent, Request
+from pigou.request import NEVER, BlockHashes, KVEvent, Request
 from pigou.sim.workload import RequestSpec
 
 
@@ -102,7 +102,9 @@ class Attempt(msgspec.Struct, eq=False):
             spec.prompt_tokens + tokens,
             (spec.max_tokens or spec.output_tokens) - tokens,
             self.hashes,
+            priority=spec.priority,
             arrival=self.arrival_ns,
+            deadline=self.arrival_ns + spec.deadline_ns if spec.deadline_ns else NEVER,
             tenant=spec.tenant,
             expected=spec.expected,
         )

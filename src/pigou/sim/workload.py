@@ -40,6 +40,8 @@ class RequestSpec:
     tenant: str = ""
     max_tokens: int = 0  # declared limit; 0 declares `output_tokens`
     expected: int = 0  # predicted output tokens; 0 for none
+    priority: int = 0  # claimed; lower goes first
+    deadline_ns: int = 0  # claimed for the first token, after arrival; 0 for none
 
 
 @dataclass(frozen=True, slots=True)

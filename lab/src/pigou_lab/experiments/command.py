@@ -33,7 +33,8 @@ def experiment(
         typer.Argument(
             help="table4, regimes, adaptive, pareto-below, pareto-at, knee, saturated, "
             "overlap-weights, counterfactual, mechanisms, toll, planner, oscillation, "
-            "three-games, alerts, gateways, learners, costs, racks, tiers, or all."
+            "three-games, alerts, gateways, learners, costs, racks, tiers, "
+            "tenants, or all."
         ),
     ],
     out: Annotated[str, typer.Option(help="Folder to write results.json to.")],
@@ -56,7 +57,7 @@ def experiment(
             help="Levels of concurrency, as 96,128; by default all. For planner and three-games "
             "per cent of load, for oscillation seconds of lag, for gateways milliseconds of "
             "lag, for learners capacity in per cent of the load, for costs claims, for racks ms "
-            "of ITL, for alerts failure modes."
+            "of ITL, for alerts failure modes, for tenants attacks."
         ),
     ] = "",
     seed: Annotated[int, typer.Option(help="First seed.")] = 1,

@@ -127,7 +127,8 @@ def _columns(rows: Sequence[Row], against: str) -> tuple[str, ...]:
 def _kinds(rows: Sequence[Row], against: str) -> dict[str, list[Row]]:
     keys = dict.fromkeys(
         key for row in rows for key, value in row.items()
-        if (isinstance(value, str) and not key.startswith("regime") and key != "experiment")
+        if (isinstance(value, str) and not key.startswith("regime")
+            and key not in ("experiment", "level_name"))
         or (key in SETTINGS and key != against)
     )  # fmt: skip
     telling = [key for key in keys if len({row.get(key) for row in rows}) > 1]
@@ -191,7 +192,7 @@ def _table(
         columns += ["paper", "error"] if name in printed else []
     cells = []
     for row in rows:
-        line = [Cell(row[against])]
+        line = [Cell(row.get("level_name") or row[against])]
         for name in names:
             form: Form = "seconds" if name.endswith("_s") else ""
             own = row[name] if _number(row.get(name)) else None

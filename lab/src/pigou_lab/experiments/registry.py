@@ -22,6 +22,7 @@ from pigou_lab.experiments import (
     racks,
     regimes,
     table4,
+    tenants,
     three_games,
     tiers,
 )
@@ -152,5 +153,11 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "tiers": Experiment(
         "prefix hits by tier, G1 to G4, by load", tiers.tiers, lambda rows, *_: tiers.verdict(rows),
         3, tiers.LEVELS, ("hits", *(f"{tier}_share" for tier in tiers.TIERS)), reads=False,
+    ),
+    "tenants": Experiment(
+        "attacks of tenants under each admission order, by the best lie that a search found",
+        tenants.tenants, lambda rows, *_: tenants.verdict(rows), 5, tenants.LEVELS,
+        ("level_name", "order", "lie", "victim_ttft_p99_s", "victim_ratio", "goodput_ratio",
+         "gain", "latency_gain", "cost", "accuracy"), reads=False,
     ),
 }  # fmt: skip

@@ -1,0 +1,67 @@
+"""Laws of the attack suite."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from pigou_lab.experiments import tenants
+from pigou_lab.experiments.tenants import ATTACKER, ATTACKS, figures_of, jobs, meets, price
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenants, "HOLD_S", 3.0)
+    figures_of.cache_clear()
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_offers_at_most_the_work_of_honest_play_and_one_request_more(name: str) -> None:
+    honest = jobs(ATTACKER, tenants._JOBS, 0.5, 1)
+    lie = {key: values[-1] for key, values in ATTACKS[name].grid.items()}
+    play = ATTACKS[name].play(honest, lie, Random(1))
+
+    def uncached(spec: tenants.RequestSpec) -> float:
+        own = len(spec.block_ids) == 2
+        return price(tenants.OWN if own else spec.prompt_tokens, spec.output_tokens)
+
+    work = [sum(map(uncached, one.requests)) for one in play.sessions]
+    assert sum(work) <= 1.35 * sum(uncached(one.requests[0]) for one in honest) + max(work)
+
+
+def test_fcfs_rewards_no_over_claim_and_a_claimed_priority_jumps_the_queue() -> None:
+    lie = (("deadline_s", 0.05), ("priority", 10.0))
+    honest = figures_of("priority-fair", "", (), 1)
+    assert figures_of("priority-fair", "urgent", lie, 1).tokens >= honest.tokens
+    assert figures_of("fcfs", "urgent", lie, 1) == figures_of("fcfs", "", (), 1)
+    assert figures_of("fcfs", "over-claim", (("times", 2.0),), 1).tokens == pytest.approx(
+        figures_of("fcfs", "", (), 1).tokens, rel=0.1
+    )
+
+
+def test_probes_tell_a_victims_prompt_in_one_tenure_and_not_across(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tenants, "_PROBES", 10)
+    accuracy = {row["order"]: row["accuracy"] for row in tenants._side_channel([1])}
+    assert accuracy["one tenure"] > 0.8
+    assert accuracy["tenure of each tenant"] < 0.8
+
+
+def test_a_storm_that_ignores_retry_after_sends_more_attempts() -> None:
+    play = ATTACKS["retry-storm"].play(
+        jobs(ATTACKER, tenants._JOBS, 2.0, 1), {"timeout_s": 0.05}, Random(1)
+    )
+    runs = tenants.simulation("fair", play, 1).run().runs
+    own = [run.attempts for run in runs if run.spec.tenant == ATTACKER]
+    others = [run.attempts for run in runs if run.spec.tenant != ATTACKER]
+    assert max(own) > 1
+    assert set(others) == {1}
+
+
+def test_an_order_meets_the_target_only_with_all_three_figures() -> None:
+    row = {"victim_ratio": 1.1, "gain": 1.05, "credit_term": 0.1, "throughput_ratio": 0.99}
+    assert meets(row)
+    for change in ({"victim_ratio": 1.3}, {"gain": 1.2}, {"throughput_ratio": 0.9}):
+        assert not meets(row | change)
