@@ -75,3 +75,20 @@ async def test_without_prices_costs_say_how_to_have_them() -> None:
 
 def metered(config: ControlConfig) -> MeteredControlPlane:
     return MeteredControlPlane(config, CostMeter(lambda _: RATE))
+
+
+async def test_a_budget_of_price_is_charged_what_the_bills_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tests.gateway.stub.ControlPlane", metered)
+    workers = stubs()
+    workers[1].script.delay_s = 0.02
+    async with serving(*workers, prices="default", key_budgets=("day.price=1e-6",)) as fleet:
+        id_ = (await fetch(fleet, PATH, **BODY))[2]
+        await fleet.settle()
+        status, error, _ = await fetch(fleet, PATH, **BODY)
+        _, bill, _ = await fetch(fleet, f"/costs/{id_}")
+    assert status == 429
+    assert error["error"]["budget"]["name"] == "day.price"
+    assert error["error"]["budget"]["used"] == pytest.approx(bill["usage_usd"], abs=1e-6)
+    assert bill["usage_usd"] > 5e-5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,6 @@ from prometheus_client.core import Metric
 
 from pigou.cost.cost_meter import CostMeter, MeteredControlPlane
 from pigou.cost.fleet_bill import FleetBill, sum_bills
-from pigou.cost.usage import Usage
 from pigou.gateway.api.page import APIPage, APIPages, json_response, seen_tenant
 from pigou.gateway.gateway import Gateway
 from pigou.gateway.metrics import TENANT
@@ -28,10 +27,18 @@ def cost_meter(driver: PlaneDriver) -> CostMeter | None:
     return driver.plane.cost_meter if isinstance(driver.plane, MeteredControlPlane) else None
 
 
-def request_bill(driver: PlaneDriver, request: str) -> Usage | None:
-    """Return a request's bill, which grows; None without prices."""
+def request_bill(driver: PlaneDriver, request: str) -> Callable[[], float]:
+    """Return what tells a request's dollars so far; 0 without prices."""
     meter = cost_meter(driver)
-    return None if meter is None else meter.bills.get(request)
+    usage = None if meter is None else meter.bills.get(request)
+
+    def usd() -> float:
+        if meter is None or usage is None:
+            return 0.0
+        meter.settle(time.monotonic_ns())
+        return usage.usd
+
+    return usd
 
 
 def note_report(

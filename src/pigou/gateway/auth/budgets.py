@@ -19,7 +19,6 @@ from pigou.control.admission.budgets import (
     BudgetState,
     KeyBudgets,
 )
-from pigou.cost.usage import Usage
 from pigou.gateway.auth.keys import Key, KeyBudget, KeyLimits
 from pigou.gateway.caches.layers import SESSION_HEADER
 from pigou.gateway.metrics import TENANT
@@ -91,11 +90,11 @@ class BudgetLedger:
     @contextmanager
     def spending(
         self, key: Key, run: GatewayRun, headers: Mapping[str, str],
-        bill: Callable[[str], Usage | None],
+        bill: Callable[[str], Callable[[], float]],
     ) -> Iterator[None]:  # fmt: skip
         """Claim a request's part of its budgets, and settle it at the end (context).
 
-        `bill` returns the bill of a sequence that was sent. Raises `APIError` 429.
+        `bill` returns what tells the dollars of a sequence that was sent. Raises `APIError` 429.
         """
         budgets = self.of(key)
         if budgets is None:
@@ -110,10 +109,11 @@ class BudgetLedger:
             raise _exceeded(over, _headers(budgets.states(session, self._now()))) from None
         run.budget_headers = _headers(budgets.states(session, self._now()))
         run.quota.bill = bill
+        is_priced = any(budget.unit == "price" for budget, _ in claim.slots)
         try:
             yield
         finally:
-            budgets.settle(claim, _used(run), self._now())
+            budgets.settle(claim, _used(run, is_priced), self._now())
 
     def document(self, key: Key) -> dict[str, Any]:
         """Return budgets as JSON builtins: of the key, and of all for an administrator."""
@@ -139,7 +139,7 @@ class BudgetLedger:
             )  # fmt: skip
 
 
-def _used(run: GatewayRun) -> dict[str, float]:
+def _used(run: GatewayRun, is_priced: bool) -> dict[str, float]:
     """Return what a request used; nothing if none of it reached a worker."""
     quota, stats = run.quota, run.stats
     if not quota.bills:
@@ -149,7 +149,7 @@ def _used(run: GatewayRun) -> dict[str, float]:
         "requests": 1.0,
         "tokens": (stats.prompt_tokens or run.prompt_tokens) + max(stats.completion_tokens, tokens),
         "seconds": quota.worker_s,
-        "price": sum(bill.usd for bill in quota.bills if bill is not None),
+        "price": sum(bill() for bill in quota.bills) if is_priced else 0.0,
     }
 
 

@@ -19,7 +19,6 @@ import msgspec
 
 from pigou.config import ConfigError, check_bounds
 from pigou.control.admission.budgets import PERIODS
-from pigou.cost.usage import Usage
 from pigou.gateway.auth.tenure import OPEN_POLICY, KeyPolicy, TenureChoices, TenureDefaults
 from pigou.request import SECOND
 from pigou.small_file import read_text
@@ -105,8 +104,8 @@ class RequestQuota:
         self._waiting = 0
         self._running: set[str] = set()
         self._began: dict[str, int] = {}  # when a sequence reached a worker
-        self.bill: Callable[[str], Usage | None] = lambda _: None
-        self.bills: list[Usage | None] = []  # bills of sequences that reached a worker
+        self.bill: Callable[[str], Callable[[], float]] = lambda _: float
+        self.bills: list[Callable[[], float]] = []  # bills of sequences that reached a worker
         self.worker_s = 0.0  # seconds of ended sequences on workers
         self._count(sequences)
 
