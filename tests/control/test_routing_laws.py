@@ -95,7 +95,7 @@ def shuffled(fleet: FleetView, order: np.ndarray) -> FleetView:
         return {name: getattr(one, name)[order] for name in names(kind) if name not in skip}
 
     known = Estimates(fleet.estimates.table[:, order])
-    plain = {"ids", "estimates", "output", "fetches", "adapters", "backlog", "now"}
+    plain = {"ids", "estimates", "output", "fetches", "adapters", "backlog", "lengths", "now"}
     columns = taken(FleetView, fleet, plain)
     ids = tuple(fleet.ids[row] for row in order)
     return FleetView(

@@ -19,7 +19,10 @@ from pigou.control.plane import ControlPlane
         ),
         ({"controller": {}}, "bandit, interpolated, operating-points, regime, static"),
         ({"saturation": {"detector": "x"}}, "config-variance, cusum, paper, second-difference"),
-        ({"admission": {"order": "x"}}, "edf, fair, fcfs, priority, priority-fair, shortest"),
+        (
+            {"admission": {"order": "x"}},
+            "drf, edf, fair, fcfs, karma, market, priority",
+        ),
         ({"policy": "x"}, "lmetric, mooncake, power-of-two"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The way of a chat to its worker is short: at most five calls deep, at most twenty stays."""
+"""The way of a chat to its worker is short: at most five calls deep, at most 21 stays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pigou.gateway.request import CHAT, GatewayRun, ParsedRequest
 from pigou.request import Request
 
 CARRIERS = (web.Request, ParsedRequest, GatewayRun, Request, RequestDriver)
-MAX_DEPTH, MAX_STAYS = 5, 20
+MAX_DEPTH, MAX_STAYS = 5, 21
 
 
 class Trail:

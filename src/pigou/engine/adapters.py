@@ -75,6 +75,10 @@ class AdapterSlots:
         """Give free and idle slots to those that wait, in order."""
         self._queue = {name: count for name, count in self._queue.items() if self._is_wanted(name)}
         for adapter in list(self._queue):
+            name, _, version = adapter.partition("@")
+            for held in self._slots:
+                if version and held != adapter and held.partition("@")[0] == name:
+                    self._rates.forget(held)  # an older version
             if adapter in self._slots:  # closing: it must be idle before it waits in turn
                 if self._users[adapter]:
                     continue

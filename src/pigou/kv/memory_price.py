@@ -135,6 +135,10 @@ class UseRates:
         if self._uses % (8 * MEMORY_USES) == 0:
             self._weights = {k: w for k, w in self._weights.items() if self.rate(k) > 1e-4}
 
+    def forget(self, key: Hashable) -> None:
+        """Drop a key that nobody will use."""
+        self._weights.pop(key, None)
+
     def rate(self, key: Hashable) -> float:
         """Return a key's uses per use of any."""
         weight, at = self._weights.get(key, (0.0, 0))

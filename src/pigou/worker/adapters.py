@@ -104,6 +104,8 @@ class AdapterStore:
         key = f"{name}@{weights.digest}"
         self._keep(key, weights, time.monotonic() - began)
         self._paths[key] = path
+        if name in self.served and self.served[name].key != key:
+            self._rates.forget(self.served[name].key)
         self.served[name] = ServedAdapter(name, path, key, int(time.time()))
 
     def begin(self, load: AdapterLoad) -> None:

@@ -131,7 +131,9 @@ class GenerationAPI:
             if ADVICE_HEADER in request.headers:
                 run.advice = self._advice(run)
             count_for(model.metrics)
-            response = await self._from_cache(request, run, model, tenure)
+            response = None
+            if CacheLayer.ANSWER in self._gateway.caches.layers:
+                response = await self._from_cache(request, run, model, tenure)
             if response is None:
                 with self._answers.single_flight(run.lookup):
                     if model.overflow is None or OVERFLOW_HEADER in request.headers:
@@ -151,8 +153,6 @@ class GenerationAPI:
     ) -> web.StreamResponse | None:
         """Answer from the cache of answers, or wait for an equal request; None on a miss."""
         gateway, parsed = self._gateway, run.parsed
-        if CacheLayer.ANSWER not in gateway.caches.layers:
-            return None
         control = CacheControl.read(request.headers)
         scope = model.scope(gateway.config.release)
         whole = scope.whole(tenure, parsed.fields, parsed.body, chat=parsed.chat)

@@ -24,7 +24,6 @@ from pigou.metric_rows import counter_family, gauge_family
 from pigou.registry import read_struct
 from pigou.request import NEVER, SECOND
 from pigou.wire.errors import bad_request, decoded
-from pigou.wire.json_limits import read_fields
 from pigou.wire.openai_requests import without_bom
 
 
@@ -254,6 +253,8 @@ class Caches:
         """Return a chat's body with its `context` compiled, and what was dropped as a header."""
         if CacheLayer.CONTEXT not in self.layers or b'"context"' not in data:
             return data, ""
+        from pigou.wire.json_limits import read_fields  # imports numba, which no help needs
+
         body = read_fields(without_bom(data))
         if "context" not in body:
             return data, ""

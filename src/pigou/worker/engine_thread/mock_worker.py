@@ -260,7 +260,9 @@ def read_mock_adapter(nanoseconds: int, folder: Path) -> SimpleNamespace:
     except OSError as error:
         raise ModelError(f"{folder} has no adapter_config.json: {error.strerror}") from None
     time.sleep(nanoseconds / SECOND)
-    return SimpleNamespace(digest=blake2b(text, digest_size=16).hexdigest())
+    return SimpleNamespace(
+        digest=blake2b(text, digest_size=16).hexdigest(), bytes=max(1, len(text))
+    )
 
 
 def read_link(text: str) -> LinkConfig:
