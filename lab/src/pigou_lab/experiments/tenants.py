@@ -130,8 +130,9 @@ def _over_claim(honest: list[RequestSession], lie: Lie, _: Random) -> Play:
 
 
 def _urgent(honest: list[RequestSession], lie: Lie, _: Random) -> Play:
-    claimed = {"priority": -int(lie["priority"]), "deadline_ns": round(lie["deadline_s"] * SECOND)}
-    return Play(_each(lambda spec: replace(spec, **claimed))(honest))
+    priority, deadline_ns = -int(lie["priority"]), round(lie["deadline_s"] * SECOND)
+    claim = _each(lambda spec: replace(spec, priority=priority, deadline_ns=deadline_ns))
+    return Play(claim(honest))
 
 
 def _hold_back(honest: list[RequestSession], lie: Lie, _: Random) -> Play:
@@ -241,7 +242,9 @@ def figures_of(order: str, attack: str, lie: tuple[tuple[str, float], ...], seed
     if attack:
         play = ATTACKS[attack].play(honest, dict(lie), Random(f"lie/{seed}"))
     result = run_simulation(simulation(order, play, seed), attack=attack, order=order, seed=seed)
-    end, ttfts, own = EPOCH + round(HOLD_S * SECOND), [], []
+    end = EPOCH + round(HOLD_S * SECOND)
+    ttfts: list[float] = []
+    own: list[float] = []
     tokens = cost = work = 0.0
     for run in result.runs:
         is_own = run.spec.tenant.startswith(ATTACKER)
@@ -331,7 +334,7 @@ def _credit(order: str, honest: Figures, runs: int) -> float:
     tokens = params.get("credit", params.get("quantum", 0.0)) / 2.0  # output tokens, weight 2
     if order in ("drf", "market"):
         tokens = honest.work / runs / HOLD_S / _RATES.output_s
-    return tokens * runs / honest.tokens
+    return float(tokens * runs / honest.tokens)
 
 
 #: Probes and prompts of the victim to guess in a run of the side channel.
