@@ -335,6 +335,43 @@ def read_eplb(text: str) -> EplbConfig:
         ) from None
 
 
+class LaneConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A lane for long prompts beside the short ones in each engine (`pigou.engine.lanes`)."""
+
+    min_prompt: int  # tokens from which a prompt is long
+    tokens: int  # most tokens of long prompts per step beside other sequences
+    idle_tokens: int = 0  # the same for one alone; 0 for the whole budget
+    seqs: int = 1  # rows reserved for long prompts
+    kv_share: float = (
+        0.5  # share of KV blocks reserved for long prompts; the rest is for short ones
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("min_prompt", "tokens", "seqs"):
+            check_bounds(f"long_lane: {name}", getattr(self, name), ge=1)
+        check_bounds("long_lane: idle_tokens", self.idle_tokens, ge=0)
+        check_bounds("long_lane: kv_share", self.kv_share, gt=0, lt=1)
+
+    @classmethod
+    def parse(cls, text: str) -> LaneConfig | None:
+        """Read `min_prompt=32768,tokens=256[,...]`; None for "". Raises ConfigError."""
+        if not text:
+            return None
+        items = [item.partition("=") for item in text.split(",")]
+        values = {name.strip(): value.strip() for name, _, value in items}
+        known = cls.__struct_fields__
+        for name, equals, _ in items:
+            if not equals or name.strip() not in known or len(values) < len(items):
+                raise ConfigError(
+                    f"long_lane has {name.strip()!r}; give NAME=VALUE once each, of "
+                    f"{', '.join(known)}"
+                )
+        try:
+            return msgspec.convert(values, cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"long_lane is {text!r}: {error}") from None
+
+
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits and policies of one EngineCore."""
 
@@ -363,6 +400,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     eviction: EvictionConfig | None = None  # token eviction from running requests; None for none
     max_loras: int = 0  # most LoRA adapters (`Request.model`) that compute at once; 0 for none
     num_speculative_tokens: int = 0  # most draft tokens that a sequence verifies in a step
+    lane: LaneConfig | None = None  # lane for long prompts; None for one queue
 
     def __post_init__(self) -> None:
         check_fields(
@@ -381,6 +419,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                     "given; entries written for rejected drafts have no scores: leave one out"
                 )
         check_bounds("ageing", self.ageing, gt=0, unit=" tokens a second")
+        if self.lane is not None:
+            if self.eviction is not None:
+                raise ConfigError(
+                    "long_lane and eviction are given; scores of entries know no lanes: leave one "
+                    "out"
+                )
+            check_bounds("long_lane: seqs", self.lane.seqs, lt=max(2, self.max_seqs))
+            check_bounds("long_lane: tokens", self.lane.tokens, le=self.max_batched_tokens)
         if self.max_background_tokens and self.order != "priority":
             raise ConfigError(
                 f"max_background_tokens is {self.max_background_tokens}, and order {self.order}; "
@@ -507,6 +553,14 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             key="length_model",
         ),
     ] = {}
+    long_lane: Annotated[
+        str,
+        option(
+            "Long prompts have a lane in each worker, as its --long-lane says; prices of short "
+            "requests know it.",
+            "Routing",
+        ),
+    ] = ""
     tenant_weights: Annotated[
         dict[str, float],
         option(

@@ -126,7 +126,9 @@ def test_a_queue_gives_the_lowest_key_of_those_that_are_left(
             queue.remove(seq)
             assert seq not in queue
     assert set(queue) == set(left)
-    assert [queue.pop() for _ in left] == sorted(left, key=lambda seq: seq.key)
+    for expected in sorted(left, key=lambda seq: seq.key):
+        assert queue.head() is expected
+        queue.pop(expected)
     assert queue.head() is None
 
 

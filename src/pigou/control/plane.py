@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.config import ControlConfig
+from pigou.config import ControlConfig, LaneConfig
 from pigou.control.admission.admission_controller import AdmissionController
 from pigou.control.admission.admission_queue import AdmissionQueue
 from pigou.control.admission.queue_order import QueuedRequest, WorkerLimits
@@ -138,6 +138,7 @@ class ControlPlane:
             detector, controller, load_lengths(config.lengths, config.length_model)
         )
         self.state = self.tracker.state
+        self.state.lane = LaneConfig.parse(config.long_lane)
         self._tunes = not isinstance(controller, Static)
         self._started_with = dict(params_of(self.router.policy))
         self.point = OperatingPoint()  # in force

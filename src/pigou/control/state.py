@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from pigou.compiled import DirectCalls, bare_kernel
+from pigou.config import LaneConfig
 from pigou.control.latency_model.estimates import pairs
 from pigou.control.messages import Choice, LoadReport, RemoteKVFetch
 from pigou.control.peers.bookings import (
@@ -260,6 +261,7 @@ class FleetState:
     """
 
     def __init__(self) -> None:
+        self.lane: LaneConfig | None = None  # lane of long prompts in workers; None for one queue
         self.workers: list[Worker] = []  # in the order of the rows
         self.ids: tuple[str, ...] = ()  # their names, in the same order
         self._layouts: dict[str, int] = {}
@@ -368,7 +370,8 @@ class FleetState:
             arrived_at=min(request.arrival or now, now), routed_at=now,
             slots=self.slots, inflight=self.inflight + 1,
             prompts_ahead=self.columns.prefill_requests.item(computes),
-            background=priority > 0 and self.workers[computes].overtakes,
+            background=(priority > 0 and self.workers[computes].overtakes)
+            or (self.lane is not None and request.prompt >= self.lane.min_prompt),
             pairs=int(pairs(uncached, request.prompt)), read=choice.read, cached=choice.cached,
         )  # fmt: skip
         row = self.row[choice.decode]

@@ -211,7 +211,9 @@ class WorkerAssigner:
         fleet = self._tracker.view(request, self._index, now) if fleet is None else fleet
         sent_priority = self._admission.priority(waiting, above)
         priority = request.priority if sent_priority is None else sent_priority
-        if priority <= 0 and state.background:
+        lane = state.lane
+        is_long = lane is not None and request.prompt >= lane.min_prompt
+        if priority <= 0 and state.background and not is_long:
             self._leave_out_background(fleet)
         prompts, fed = capacity.ready(request, fleet, now, above)
         room = both(streams, capacity.fits(request, fleet, state, above))
@@ -248,6 +250,13 @@ class WorkerAssigner:
         fleet.prefill_requests = columns.prefill_requests - columns.background_requests
         fleet.prefill_tokens = columns.prefill_tokens - columns.background_tokens
         fleet.prefill_pairs = columns.prefill_pairs - columns.background_pairs
+        if self._state.lane is not None:  # short prompts share a few steps with long ones' chunks
+            shared = columns.background_requests > 0
+            tokens = np.minimum(columns.background_tokens, self._state.lane.tokens) * shared
+            mean = columns.background_pairs / np.maximum(1, columns.background_tokens)
+            fleet.prefill_requests = fleet.prefill_requests + shared
+            fleet.prefill_tokens = fleet.prefill_tokens + tokens
+            fleet.prefill_pairs = fleet.prefill_pairs + (tokens * mean).astype(np.int64)
 
     def _predict(self, request: Request, choice: Choice, now: int) -> None:
         other = choice.prefill or choice.decode

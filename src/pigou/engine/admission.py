@@ -31,17 +31,19 @@ def admit(state: EngineState, seq: Sequence, builder: ScheduleBuilder) -> bool:
     Leaves `headroom` blocks per row, to avoid preemptions; may evict entries of other rows. Returns
     False, with no other change, if too few blocks can be had.
     """
-    fit = _fit(state, seq, state.pool.free - state.config.headroom * state.rows.used)
+    spare = state.pool.free - state.config.headroom * state.rows.used
+    if state.lane is not None:
+        spare -= state.lane.reserve(seq, state.config.block_size, state.rows.blocks, state.queue)
+    fit = _fit(state, seq, spare)
     if fit is None and state.scores is not None:
         fit = _fit_by_eviction(state, seq, builder)
     new = _new_blocks(state, seq, builder, fit) if fit is not None else None
     if fit is None or new is None:
         return False
-    state.queue.pop()
+    state.queue.pop(seq)
     shared = len(fit.shared)
     row = state.rows.take_slot(seq, fit.computed, fit.total, shared)
-    if state.adapters is not None:
-        state.adapters.enter(seq.request.model)
+    state.note_row(seq)
     table = state.rows.tables[row]
     if shared:
         state.pool.take(fit.shared, table[:shared])

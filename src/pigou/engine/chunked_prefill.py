@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pigou.engine.lanes import LONG
 from pigou.engine.schedule_builder import ScheduleBuilder
 from pigou.engine.sequence import Sequence
 from pigou.engine.state import EngineState
@@ -16,8 +17,13 @@ from pigou.engine.state import EngineState
 
 def prefill_room(builder: ScheduleBuilder, seq: Sequence) -> int:
     """Return how many tokens of a prompt this step can still compute."""
-    if not builder.ranked:
-        return builder.budget
+    room = builder.budget
+    if builder.lane is not None and builder.lane.of(seq) == LONG:
+        room = min(room, builder.long_tokens)
+    return room if not builder.ranked else min(room, _ranked_room(builder, seq))
+
+
+def _ranked_room(builder: ScheduleBuilder, seq: Sequence) -> int:
     priority = seq.request.priority
     room = builder.budget if priority <= 0 else min(builder.budget, builder.background)
     if builder.top_priority is not None and priority > builder.top_priority:
@@ -28,9 +34,11 @@ def prefill_room(builder: ScheduleBuilder, seq: Sequence) -> int:
 
 def add_chunk(builder: ScheduleBuilder, seq: Sequence, remaining: int) -> None:
     """Add a chunk of a prompt's remaining tokens, as large as the budget allows."""
-    count = min(remaining, prefill_room(builder, seq) if builder.ranked else builder.budget)
+    count = min(remaining, prefill_room(builder, seq))
     builder.batch.add(seq.row, count)
     builder.budget -= count
+    if builder.lane is not None and builder.lane.of(seq) == LONG:
+        builder.long_tokens -= count
     if builder.ranked:
         builder.top_priority = seq.request.priority
         builder.background -= count if builder.top_priority > 0 else 0
@@ -53,9 +61,15 @@ def continue_prefills(
     remaining = {seq: state.rows.remaining(seq.row) for seq in state.prefilling}
     unfinished = (seq for seq in state.prefilling if remaining[seq] > 1)
     state.prefilling = sorted(unfinished, key=lambda seq: seq.key)
+    lane = builder.lane
+    if lane is not None:  # their tokens are reserved: short prompts take the rest
+        ranked = state.ranked
+        state.prefilling.sort(key=lambda seq: (seq.key[0] if ranked else 0, -lane.of(seq)))
     for seq in state.prefilling[:]:
         if state.ranked and not builder.preempted:
             admit_before(seq.request.priority)
-        if builder.budget == 0 or (builder.ranked and prefill_room(builder, seq) == 0):
+        if prefill_room(builder, seq) == 0:
+            if builder.lane is not None and builder.budget:
+                continue
             break
         add_chunk(builder, seq, remaining[seq])

@@ -48,7 +48,10 @@ class RateMeter:
 def preempt_last(state: EngineState, builder: ScheduleBuilder) -> None:
     """Preempt the running sequence that is last in queue order."""
     owners = (state.rows.owner[row] for row in state.running.tolist())
-    last = max((seq for seq in owners if seq is not None), key=lambda seq: seq.key)
+    running = [seq for seq in owners if seq is not None]
+    if state.lane is not None:
+        running = state.lane.victims(running, state.rows.blocks)
+    last = max(running, key=lambda seq: seq.key)
     _preempt(state, builder, last)
 
 

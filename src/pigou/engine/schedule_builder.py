@@ -17,6 +17,7 @@ from pigou.engine.block_table import (
     PLAN_STARTS,
     WORK_ROWS,
 )
+from pigou.engine.lanes import LongLane
 from pigou.engine.plan import Load, Plan, Recomputation, Started
 from pigou.request import Flags, Ints
 
@@ -86,6 +87,8 @@ class ScheduleBuilder(msgspec.Struct):
     background: int  # remaining tokens for background prompts (priority above 0)
     ranked: bool  # True if priorities count
     started: list[Started]
+    lane: LongLane | None = None
+    long_tokens: int = 0  # remaining tokens for long prompts, where there is a lane
     decodes: int = 0  # leading entries that decode
     preempted: list[str] = []
     loads: list[Load] = []

@@ -39,6 +39,7 @@ from pigou.engine.chunked_prefill import continue_prefills, prefill_room, still_
 from pigou.engine.plan import Plan
 from pigou.engine.preemption import preempt_last
 from pigou.engine.schedule_builder import EntryBuffer, Lookahead, ScheduleBuilder
+from pigou.engine.sequence import Sequence
 from pigou.engine.state import EngineState
 from pigou.engine.token_eviction import (
     evict_by_price,
@@ -236,6 +237,10 @@ class Scheduler:
         background = state.config.max_background_tokens or budget
         builder = ScheduleBuilder(self._batch, budget, background, state.ranked, state.starting)
         state.starting = []
+        if state.lane is not None:
+            builder.lane = state.lane
+            used = state.rows.used
+            builder.long_tokens = state.lane.step_tokens(used, state.queue, budget)
         if state.scores is not None:
             evict_by_price(state, builder)
         priority = self._prefill_priority() if state.ranked else None
@@ -331,28 +336,44 @@ class Scheduler:
     def _admit_waiting(self, builder: ScheduleBuilder, before: int | None = None) -> None:
         """Admit from the head of the queue (priority below `before`) while there is room."""
         state = self._state
+        lane, full = state.lane, -1
         while builder.budget > 0:
-            head = state.queue.head()
+            head = state.queue.head(full)
             if head is None or head is state.blocked or not state.rows.free:
                 break
             if before is not None and head.request.priority >= before:
                 break
-            if builder.ranked and prefill_room(builder, head) == 0:
+            if builder.ranked and prefill_room(builder, head) == 0 and lane is None:
                 break
             adapter = head.request.model
             if adapter and state.adapters is not None and not state.adapters.admits(adapter):
-                state.queue.park()
+                state.queue.park(head)
                 continue
-            if not admit(state, head, builder):
+            if self._lane_admits(builder, head) and admit(state, head, builder):
+                continue
+            if lane is None:
                 state.blocked = head
                 break
+            if full >= 0:
+                break
+            full = lane.of(head)  # the other lane goes on
+
+    def _lane_admits(self, builder: ScheduleBuilder, head: Sequence) -> bool:
+        """True if a sequence's lane has a row and tokens for it."""
+        state = self._state
+        if state.lane is None:
+            return True
+        if prefill_room(builder, head) == 0:
+            return False
+        return state.lane.has_row(head, state.rows, state.config.block_size, state.queue)
 
     def _finish(
         self, builder: ScheduleBuilder, horizon: int, max_steps: int
     ) -> tuple[Plan, Lookahead]:
         """Build the plan, and extend it to at most `max_steps` equal steps."""
         state, rows, pool, size = self._state, self._state.rows, self._state.pool, self._batch.size
-        chunks = state.config.repeat_chunks and builder.budget == 0
+        # A long prompt's chunk changes as soon as it has company.
+        chunks = state.config.repeat_chunks and builder.budget == 0 and builder.lane is None
         if chunks and size > builder.decodes:
             chunks = not builder.moves and not state.copying
         entries = np.empty((PLAN_COLUMNS, size), dtype=np.int32)

@@ -12,7 +12,7 @@ import numpy as np
 from pigou.compiled import bare_kernel_over
 from pigou.config import EngineConfig
 from pigou.kv.block_pool import HIGH, LOW
-from pigou.request import SECOND, BlockHashes, Ints, Request
+from pigou.request import NEVER, SECOND, BlockHashes, Ints, Request
 
 #: An empty array of block ids.
 NO_BLOCKS: Ints = np.empty(0, dtype=np.int32)
@@ -100,10 +100,12 @@ def order_key(
 
 
 class WaitingQueue:
-    """Waiting sequences by key, lowest first."""
+    """Waiting sequences by key, lowest first; prompts from `long_from` tokens on in lane 1."""
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int, int], Sequence]] = []
+    def __init__(self, long_from: int = NEVER) -> None:
+        self._long_from = long_from
+        lanes = 1 if long_from == NEVER else 2
+        self._heaps: list[list[tuple[tuple[int, int, int], Sequence]]] = [[] for _ in range(lanes)]
         self._present: set[Sequence] = set()
         self._parked: dict[str, list[Sequence]] = {}  # by adapter that is not loaded
         self.adapters: Counter[str] = Counter()  # sequences by adapter
@@ -116,36 +118,35 @@ class WaitingQueue:
 
     def push(self, seq: Sequence) -> None:
         """Add a sequence; keys are unique."""
-        heappush(self._heap, (seq.key, seq))
+        heappush(self._heap(seq), (seq.key, seq))
         self._present.add(seq)
         self.adapters[seq.request.model] += 1
 
-    def park(self) -> None:
-        """Pass over the next sequence until its adapter is loaded."""
-        _, seq = heappop(self._heap)
+    def park(self, seq: Sequence) -> None:
+        """Pass over a lane's next sequence until its adapter is loaded."""
+        heappop(self._heap(seq))
         self._parked.setdefault(seq.request.model, []).append(seq)
 
     def unpark(self, adapter: str) -> None:
         """Put an adapter's sequences back in order."""
         for seq in self._parked.pop(adapter, ()):
-            heappush(self._heap, (seq.key, seq))
+            heappush(self._heap(seq), (seq.key, seq))
 
-    def head(self) -> Sequence | None:
-        """Return the next sequence, or None."""
-        while self._heap:
-            seq = self._heap[0][1]
-            if seq in self._present:
-                return seq
-            heappop(self._heap)
-        return None
+    def head(self, skip: int = -1) -> Sequence | None:
+        """Return the next sequence, not of lane `skip`, or None."""
+        first: Sequence | None = None
+        for lane, heap in enumerate(self._heaps):
+            while heap and heap[0][1] not in self._present:
+                heappop(heap)
+            if heap and lane != skip and (first is None or heap[0][0] < first.key):
+                first = heap[0][1]
+        return first
 
-    def pop(self) -> Sequence:
-        """Remove and return the next sequence; the queue must not be empty."""
-        seq = self.head()
-        assert seq is not None, "nobody waits"
-        heappop(self._heap)
+    def pop(self, seq: Sequence) -> None:
+        """Remove a lane's next sequence."""
+        popped = heappop(self._heap(seq))[1]
+        assert popped is seq, "another sequence goes before"
         self.remove(seq)
-        return seq
 
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence from anywhere in the queue."""
@@ -154,3 +155,6 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._present)
+
+    def _heap(self, seq: Sequence) -> list[tuple[tuple[int, int, int], Sequence]]:
+        return self._heaps[seq.request.prompt >= self._long_from]

@@ -12,6 +12,7 @@ from pigou.control.lengths import Online
 from pigou.engine.adapters import AdapterSlots
 from pigou.engine.block_table import WORK_ROWS, Rows, remove_row
 from pigou.engine.kv_offload import KVOffloadConnector
+from pigou.engine.lanes import LongLane
 from pigou.engine.plan import Effects, Finished, Rates, Started
 from pigou.engine.sequence import NO_BLOCKS, Sequence, SequenceState, WaitingQueue
 from pigou.kv.block_pool import BlockPool, HostPool
@@ -105,7 +106,9 @@ class EngineState:
             self.scores = EvictionScores(config.eviction, config.blocks, config.max_seqs)
         self.host = HostPool(config.host_blocks)
         self.rows = Rows(config)
-        self.queue = WaitingQueue()
+        self.queue = WaitingQueue() if config.lane is None else WaitingQueue(config.lane.min_prompt)
+        #: Lane of long prompts; None for one queue.
+        self.lane = None if config.lane is None else LongLane(config.lane, config.blocks)
         #: Slots of LoRA adapters; None where `Request.model` does not matter.
         self.adapters: AdapterSlots | None = None
         if config.max_loras:
@@ -166,6 +169,13 @@ class EngineState:
         if self.rows.remaining(seq.row) > 1:
             self.prefilling.append(seq)
 
+    def note_row(self, seq: Sequence) -> None:
+        """Record in its lane and its adapter's slot that a sequence has a row."""
+        if self.lane is not None:
+            self.lane.enter(seq)
+        if self.adapters is not None:
+            self.adapters.enter(seq.request.model)
+
     def stop(self, seq: Sequence) -> None:
         """Remove a running sequence from its row, after its blocks were freed."""
         self.computing = remove_row(self._order, self.computing, seq.row)
@@ -177,6 +187,8 @@ class EngineState:
         """Free a sequence's row, and unblock the head of the queue."""
         if self.scores is not None:
             self.scores.clear(seq.row)
+        if self.lane is not None:
+            self.lane.leave(seq)
         self.rows.free_slot(seq)
         self.blocked = None
         if self.adapters is not None:

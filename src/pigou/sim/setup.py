@@ -96,6 +96,14 @@ class Setup(ParallelOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         float,
         option("Tokens by which --order shortest favours each second of waiting.", "Fleet"),
     ] = 125.0
+    long_lane: Annotated[
+        str,
+        option(
+            "Lane for long prompts in each worker: min_prompt=TOKENS,tokens=PER_STEP"
+            "[,idle_tokens=N][,seqs=ROWS][,kv_share=SHARE].",
+            "Fleet",
+        ),
+    ] = ""
     tiers: Annotated[
         tuple[TierConfig, ...],
         option(

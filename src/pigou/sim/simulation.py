@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from pigou.config import ConfigError, ControlConfig, EngineConfig
+from pigou.config import ConfigError, ControlConfig, EngineConfig, LaneConfig
 from pigou.control import prefix_index
 from pigou.control.lengths import OracleParams
 from pigou.control.planner.planner import Planner
@@ -253,6 +253,7 @@ def _worker_specs(
             prefix_caching=group.prefix_caching,
             order=setup.order or ("fcfs" if vllm else "priority"),  # as either is by default
             ageing=setup.ageing,
+            lane=LaneConfig.parse(setup.long_lane),
             headroom=0 if vllm else 1,
             max_repeat=MAX_STEPS,
             repeat_chunks=True,

@@ -202,6 +202,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         float,
         option("Tokens by which --order shortest favours each second of waiting.", "Scheduling"),
     ] = 125.0
+    long_lane: Annotated[
+        str,
+        option(
+            "Lane for long prompts: min_prompt=TOKENS,tokens=PER_STEP[,idle_tokens=N][,seqs=ROWS]"
+            "[,kv_share=SHARE].",
+            "Scheduling",
+        ),
+    ] = ""
     repeat: Annotated[int, option("Maximum of steps planned at once.", "Scheduling")] = 8
     speculative_config: Annotated[
         str,
