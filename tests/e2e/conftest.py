@@ -54,7 +54,7 @@ def sleeping(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     ]
     fleet = Fleet.start(tmp_path_factory.mktemp("sleeping") / "log", workers)
     yield fleet
-    fleet.stop()
+    fleet.stop(files=False)  # tests kill its workers
 
 
 @pytest.fixture

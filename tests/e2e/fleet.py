@@ -140,7 +140,7 @@ class Fleet(Endpoint):
     def tail(self, lines: int = 30) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def stop(self) -> None:
+    def stop(self, *, files: bool = True) -> None:
         """End the fleet as an operator does, and check that nothing of it is left."""
         self.note()
         self.process.send_signal(signal.SIGTERM)
@@ -149,7 +149,7 @@ class Fleet(Endpoint):
         finally:
             self.abandon()
         assert code == 0, f"the gateway ended with {code}\n{self.tail()}"
-        self.gone()
+        self.gone(files=files)
 
     def gone(self, seconds: float = 10.0, *, files: bool = True) -> None:
         """Check that no process of the fleet is left, nor any of its shared memory.

@@ -101,7 +101,7 @@ def test_the_journal_of_a_fleet_under_kills_replays_to_the_same_decisions(
     fleet.recovered()
     load(fleet, 60, 20)
     fleet.recovered()
-    fleet.stop()
+    fleet.stop(files=False)
 
     done = replay(journal, "--json", str(figures))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -38,7 +38,7 @@ def pulling(
     log = tmp_path_factory.mktemp("pulling") / "log"
     fleet = Fleet.start(log, workers, prefill_queue=url)
     yield fleet
-    fleet.stop()
+    fleet.stop(files=False)  # the next worker may start while a peer holds the killed one's
 
 
 def ask(fleet: Fleet, number: int) -> tuple[Any, ...]:
