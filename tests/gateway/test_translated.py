@@ -177,4 +177,7 @@ async def test_a_client_that_leaves_a_translated_stream_ends_the_workers_work(pa
             await reply.content.readany()
             reply.close()
         await fleet.settle()
+        async with asyncio.timeout(10):
+            while not fleet.stubs["a"].cancelled:  # the stub hears of it a moment later
+                await asyncio.sleep(0.01)
         assert (fleet.stubs["a"].cancelled, fleet.idle()) == (1, True)
