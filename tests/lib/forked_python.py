@@ -1,7 +1,7 @@
 """Python processes that are forked from one that has imported Pigou, torch and the kernels.
 
-A worker's start takes 0.3 CPU-seconds instead of 2.5. `python -m tests.lib.forked_python FD` is
-the process that forks; `Popen` is `subprocess.Popen` over it.
+A worker's start takes 0.3 CPU-seconds instead of 2.5. `main` is the process that forks; `Popen` is
+`subprocess.Popen` over it.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class Popen(subprocess.Popen[Any]):
 
     _lock = threading.Lock()
     _channel: socket.socket | None = None
+    #: True in the process that forks, and in its forks.
+    loaded = False
 
     def _execute_child(self, args: Any, *given: Any) -> None:
         """Fork instead of executing; `given` are the parameters of `subprocess.Popen`'s own."""
@@ -80,7 +82,7 @@ class Popen(subprocess.Popen[Any]):
         if cls._channel is not None:
             return cls._channel
         cls._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if __name__ + ".loaded" in sys.modules:
+        if cls.loaded:
             if not os.fork():
                 cls._channel.close()
                 cls._channel = None
@@ -88,7 +90,7 @@ class Popen(subprocess.Popen[Any]):
                 become(_serve(theirs))
         else:
             subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                [sys.executable, "-c", f"from {__name__} import main; main({theirs.fileno()})"],
                 stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), cwd=ROOT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"}, start_new_session=True,
             )  # fmt: skip
@@ -111,9 +113,9 @@ class Forks:
 
         passed = {DESCRIPTOR: str(descriptors[0])} if descriptors else {}
         process = Popen(
-            [sys.executable, "-m", "pigou", *arguments], stdin=None, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, env={**os.environ, **QUIET, **environment, **passed},
-            pass_fds=descriptors,
+            [sys.executable, "-m", "pigou", *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=descriptors,
+            env={**os.environ, **QUIET, **environment, **passed},
         )  # fmt: skip
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[int] = loop.create_future()
@@ -171,7 +173,7 @@ def load() -> None:
         warm_all(WorkerConfig(threads=1, blocks=64))
     for module in FORKED[1:]:
         del sys.modules[module]  # it runs as `__main__`
-    sys.modules[Popen.__module__ + ".loaded"] = sys.modules[__name__]
+    Popen.loaded = True
     gc.collect()
     gc.freeze()
 
@@ -225,6 +227,7 @@ def become(arguments: list[str]) -> None:
     sys.exit(0)
 
 
-if __name__ == "__main__":
+def main(descriptor: int) -> None:
+    """Import what processes need, then serve; a process that is forked runs here."""
     load()
-    become(_serve(socket.socket(fileno=int(sys.argv[1]))))
+    become(_serve(socket.socket(fileno=descriptor)))
