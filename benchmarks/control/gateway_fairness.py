@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -31,28 +30,12 @@ from pigou.sim.result import SimulationResult
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import Simulation, unlimited
 from pigou.sim.virtual_clock import EPOCH
-from pigou.sim.workload import OpenLoop, RequestLengths, RequestSession, merged, renewal
+from pigou_lab.experiments.gateways import tenants
 
-LENGTHS = RequestLengths(input=(200, 1800), output=(50, 350))
 DEMANDS = (0.6, 0.9, 1.5)
 #: Requests a second that the fleet serves with four streams a worker, and its tokens in flight.
 SERVED_RATE, STREAMS, WORKERS = 6.2, 4, 2
 CREDIT, SETTLE_S, SAMPLE_S = 2048.0, 5.0, 0.25
-
-
-def load(seconds: float, seed: int) -> OpenLoop:
-    """Return the tenants' requests."""
-    loops = []
-    for number, demand in enumerate(DEMANDS):
-        loop = renewal(LENGTHS, demand * SERVED_RATE, 1.0, 0, seconds, 1000 * seed + number)
-        sessions = [
-            RequestSession(
-                session.start_ns, [replace(r, tenant=f"t{number}") for r in session.requests]
-            )
-            for session in loop.sessions
-        ]
-        loops.append(OpenLoop(sessions, rates=loop.rates))
-    return merged(loops)
 
 
 def run(order: str, config: GatewaysConfig, seconds: float, seed: int) -> SimulationResult:
@@ -66,7 +49,8 @@ def run(order: str, config: GatewaysConfig, seconds: float, seed: int) -> Simula
     fleet = msgspec.structs.replace(read_fleet(f"{WORKERS}xboth"), gateways=config)
     client = ClientConfig(timeout=4 * seconds)
     setup = Setup(model="llama-3.1-8b", gpu="H100")
-    return Simulation(load(seconds, seed), fleet, setup, control, client, seed=seed).run()
+    load = tenants(DEMANDS, SERVED_RATE, seconds, seed)
+    return Simulation(load, fleet, setup, control, client, seed=seed).run()
 
 
 def service(result: SimulationResult, times: NDArray[np.float64]) -> dict[str, Any]:

@@ -352,6 +352,10 @@ class LaneConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         check_bounds("long_lane: idle_tokens", self.idle_tokens, ge=0)
         check_bounds("long_lane: kv_share", self.kv_share, gt=0, lt=1)
 
+    def is_long(self, prompt: int) -> bool:
+        """True if a prompt of `prompt` tokens belongs in the lane."""
+        return prompt >= self.min_prompt
+
     @classmethod
     def parse(cls, text: str) -> LaneConfig | None:
         """Read `min_prompt=32768,tokens=256[,...]`; None for "". Raises ConfigError."""

@@ -24,6 +24,15 @@ POISON = ("poison",)
 Slot = tuple[object, ...]
 
 
+def step(core: EngineCore) -> Plan:
+    """Plan a step without tokens, apply it, and check the core."""
+    plan = core.schedule(0)
+    if plan:
+        core.apply(plan, Result())
+    core.check_integrity()
+    return plan
+
+
 def sample(history: tuple[int, ...]) -> int:
     """Choose the next token, as a model would: a function of the history alone."""
     return random.Random(hash(history)).randrange(8)

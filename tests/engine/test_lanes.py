@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.engine.core_oracle import step
 
 from pigou.config import ConfigError, EngineConfig, EvictionConfig, LaneConfig
 from pigou.engine.core import EngineCore
-from pigou.engine.plan import Plan, Result
+from pigou.engine.plan import Plan
 from pigou.request import Request
 
 LANE = LaneConfig(min_prompt=32, tokens=2, seqs=1, kv_share=0.5)
@@ -19,14 +20,6 @@ def engine(**fields: Any) -> EngineCore:
         "blocks": 64, "block_size": 2, "max_seqs": 4, "max_batched_tokens": 8, "lane": LANE,
     }  # fmt: skip
     return EngineCore(EngineConfig(**{**base, "max_model_len": 100, "order": "fcfs", **fields}))
-
-
-def step(core: EngineCore) -> Plan:
-    plan = core.schedule(0)
-    if plan:
-        core.apply(plan, Result())
-    core.check_integrity()
-    return plan
 
 
 def started(plan: Plan) -> list[str]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.engine.core_oracle import step
 
 from pigou.config import ConfigError, EngineConfig
 from pigou.engine.core import EngineCore
@@ -19,14 +20,6 @@ from pigou.request import SECOND, FinishReason, Request, no_hashes
 def engine(**fields: Any) -> EngineCore:
     base = {"blocks": 64, "block_size": 2, "max_seqs": 8, "max_batched_tokens": 8}
     return EngineCore(EngineConfig(**{**base, "max_model_len": 64, **fields}))
-
-
-def step(core: EngineCore) -> Plan:
-    plan = core.schedule(0)
-    if plan:
-        core.apply(plan, Result())
-    core.check_integrity()
-    return plan
 
 
 def started(core: EngineCore, plans: int) -> list[str]:

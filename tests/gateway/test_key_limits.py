@@ -132,9 +132,17 @@ def test_limits_are_read_from_the_keys_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "named"), [({"rate": 3}, "rate"), ({"queued": -1}, "limits.queued is -1")]
+    ("limits", "named"),
+    [
+        ({"rate": 3}, "rate"),
+        ({"queued": -1}, "limits.queued is -1"),
+        ({"minute": {"requests": -1}}, "limits.minute.requests is -1"),
+        ({"day": {"token": 5}}, "token"),
+        ({"session": {"seconds": "inf"}}, "seconds"),
+        ({"hour": {"requests": 5}}, "hour"),
+    ],
 )
-def test_a_limit_that_cannot_be_honoured_is_refused_by_name(
+def test_a_limit_or_budget_that_cannot_be_honoured_is_refused_by_name(
     tmp_path: Path, limits: dict[str, Any], named: str
 ) -> None:
     path = tmp_path / "keys.json"
@@ -211,24 +219,6 @@ async def test_worker_seconds_of_all_sequences_count_and_a_running_stream_is_not
         assert budget["name"] == "minute.seconds"
         assert budget["used"] > 0.4
         assert shown[0]["used"] == pytest.approx(budget["used"], abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("limits", "named"),
-    [
-        ({"minute": {"requests": -1}}, "limits.minute.requests is -1"),
-        ({"day": {"token": 5}}, "token"),
-        ({"session": {"seconds": "inf"}}, "seconds"),
-        ({"hour": {"requests": 5}}, "hour"),
-    ],
-)
-def test_a_budget_that_cannot_be_honoured_is_refused_by_name(
-    tmp_path: Path, limits: dict[str, Any], named: str
-) -> None:
-    path = tmp_path / "keys.json"
-    path.write_bytes(entry(limits))
-    with pytest.raises(ConfigError, match=named):
-        Keys.read(path)
 
 
 @pytest.mark.parametrize(

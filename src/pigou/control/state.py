@@ -371,7 +371,7 @@ class FleetState:
             slots=self.slots, inflight=self.inflight + 1,
             prompts_ahead=self.columns.prefill_requests.item(computes),
             background=(priority > 0 and self.workers[computes].overtakes)
-            or (self.lane is not None and request.prompt >= self.lane.min_prompt),
+            or (self.lane is not None and self.lane.is_long(request.prompt)),
             pairs=int(pairs(uncached, request.prompt)), read=choice.read, cached=choice.cached,
         )  # fmt: skip
         row = self.row[choice.decode]

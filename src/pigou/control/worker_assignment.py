@@ -212,7 +212,7 @@ class WorkerAssigner:
         sent_priority = self._admission.priority(waiting, above)
         priority = request.priority if sent_priority is None else sent_priority
         lane = state.lane
-        is_long = lane is not None and request.prompt >= lane.min_prompt
+        is_long = lane is not None and lane.is_long(request.prompt)
         if priority <= 0 and state.background and not is_long:
             self._leave_out_background(fleet)
         prompts, fed = capacity.ready(request, fleet, now, above)

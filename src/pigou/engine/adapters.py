@@ -35,7 +35,9 @@ class AdapterSlots:
         if adapter in self._slots and adapter != self._closing:
             self._slots[adapter] = self._slots.pop(adapter)
             return adapter not in self._loading
-        self._queue.setdefault(adapter, 0)
+        if adapter not in self._queue:
+            self._queue[adapter] = 0
+            self._forget_older(adapter)
         self.assign()
         return False
 
@@ -75,10 +77,6 @@ class AdapterSlots:
         """Give free and idle slots to those that wait, in order."""
         self._queue = {name: count for name, count in self._queue.items() if self._is_wanted(name)}
         for adapter in list(self._queue):
-            name, _, version = adapter.partition("@")
-            for held in self._slots:
-                if version and held != adapter and held.partition("@")[0] == name:
-                    self._rates.forget(held)  # an older version
             if adapter in self._slots:  # closing: it must be idle before it waits in turn
                 if self._users[adapter]:
                     continue
@@ -96,6 +94,12 @@ class AdapterSlots:
             self._loading.add(adapter)
             self._unused.add(adapter)
             self.loads.append(AdapterLoad(adapter, slot))
+
+    def _forget_older(self, adapter: str) -> None:
+        """Forget the uses of an adapter's older versions: keys are NAME@VERSION."""
+        name = adapter.partition("@")[0] + "@"
+        for held in [key for key in self._slots if key.startswith(name) and key != adapter]:
+            self._rates.forget(held)
 
     def _is_idle(self, adapter: str) -> bool:
         if self._users[adapter] or adapter in self._loading:

@@ -30,7 +30,7 @@ class LongLane:
 
     def of(self, seq: Sequence) -> int:
         """Return a sequence's lane."""
-        return LONG if seq.request.prompt >= self.config.min_prompt else SHORT
+        return LONG if self.config.is_long(seq.request.prompt) else SHORT
 
     def enter(self, seq: Sequence) -> None:
         """Record that a sequence has a row."""

@@ -188,11 +188,11 @@ class GatewayRun:
     held_tokens: int = 0
     quota: RequestQuota = field(default=NO_QUOTA, repr=False)  # share of the key's limits
     on_route: Callable[[Choice], None] | None = field(default=None, repr=False)
-    overflow: str = ""  # the model that was lookup for, where another one serves it
+    overflow: str = ""  # the model that was asked for, where another one serves it
     lookup: AnswerLookup | None = field(default=None, repr=False)  # None if not to be cached
     budget_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     dropped: str = ""  # parts of its compiled context, where its client sent one
-    advice: str = ""  # on the beginning of its prompt, where its client lookup for some
+    advice: str = ""  # on the beginning of its prompt, where its client asked for some
     trace: RequestTrace | None = field(default=None, repr=False)
     # the client's, passed on to workers where tracing is off.
     trace_headers: Mapping[str, str] = field(default_factory=dict, repr=False)

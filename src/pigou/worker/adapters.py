@@ -104,8 +104,8 @@ class AdapterStore:
         key = f"{name}@{weights.digest}"
         self._keep(key, weights, time.monotonic() - began)
         self._paths[key] = path
-        if name in self.served and self.served[name].key != key:
-            self._rates.forget(self.served[name].key)
+        if (older := self.served.get(name)) is not None and older.key != key:
+            self._rates.forget(older.key)
         self.served[name] = ServedAdapter(name, path, key, int(time.time()))
 
     def begin(self, load: AdapterLoad) -> None:

@@ -82,17 +82,19 @@ def simulation(config: GatewaysConfig, seed: int, overloaded: bool = False) -> S
             "admission": {"order": "fair", "credit": _CREDIT},
         }
         control = msgspec.structs.replace(control, **limits)
-        load, client = _tenants(seed), ClientConfig(timeout=2 * _FAIR_S)
+        load = tenants(DEMANDS, _SERVED_RATE, _FAIR_S, seed)
+        client = ClientConfig(timeout=2 * _FAIR_S)
         if config.count > 1:
             config = msgspec.structs.replace(config, split="tenant")
     fleet = msgspec.structs.replace(read_fleet(_FLEET), gateways=config)
     return Simulation(load, fleet, _SETUP, control, client, seed=seed)
 
 
-def _tenants(seed: int) -> OpenLoop:
+def tenants(demands: Sequence[float], served_rate: float, seconds: float, seed: int) -> OpenLoop:
+    """Return Poisson arrivals of tenants `t0`, `t1`, ..., each of a share of the served rate."""
     loops = []
-    for number, demand in enumerate(DEMANDS):
-        loop = renewal(LENGTHS, demand * _SERVED_RATE, 1.0, 0, _FAIR_S, 1000 * seed + number)
+    for number, demand in enumerate(demands):
+        loop = renewal(LENGTHS, demand * served_rate, 1.0, 0, seconds, 1000 * seed + number)
         sessions = [
             RequestSession(
                 session.start_ns, [replace(r, tenant=f"t{number}") for r in session.requests]

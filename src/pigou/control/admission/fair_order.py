@@ -50,26 +50,33 @@ class ShareParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         check_bounds("reserve", self.reserve, ge=0, lt=1)
 
 
-class FairParams(ShareParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `Fair`."""
+class TokenParams(ShareParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of orders whose service is a sum of tokens."""
 
     input_weight: float = 1.0  # service per uncached prompt token (w_p)
     output_weight: float = 2.0  # service per output token (w_q)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self, "input_weight", "output_weight", ge=0)
+        if self.input_weight == self.output_weight == 0.0:
+            raise ConfigError("input_weight and output_weight are both 0; one must be above")
+
+    def service(self, served: Served) -> float:
+        """Return the weighted tokens."""
+        return self.input_weight * served.prompt + self.output_weight * served.output
+
+
+class FairParams(TokenParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of `Fair`."""
+
     # unused service that a tenant keeps, per unit of weight. 0 is the published rule: a tenant
     # below its share still waits for its turn after each small burst.
     credit: float = 16384.0
 
     def __post_init__(self) -> None:
         check_bounds("reserve", self.reserve, ge=0, lt=1)
-        check_weights(self)
         check_bounds("credit", self.credit, ge=0)
-
-
-def check_weights(params: Any) -> None:
-    """Raise ConfigError unless input and output weights are at least 0, and one is above."""
-    check_fields(params, "input_weight", "output_weight", ge=0)
-    if params.input_weight == params.output_weight == 0.0:
-        raise ConfigError("input_weight and output_weight are both 0; one must be above")
 
 
 class Tenant:
@@ -333,9 +340,7 @@ class Fair(TenantOrder):
     def charge(self, name: str, served: Served) -> None:
         """Count w_p per prompt token and w_q per output token."""
         if self.contended:
-            params = self.params
-            service = params.input_weight * served.prompt + params.output_weight * served.output
-            self._raise(name, service)
+            self._raise(name, self.params.service(served))
 
 
 class PriorityFair(QueueOrder):

@@ -15,7 +15,7 @@ from pigou.control.admission.fair_order import (
     ShareParams,
     Tenant,
     TenantOrder,
-    check_weights,
+    TokenParams,
 )
 from pigou.control.admission.queue_order import QueuedRequest
 from pigou.control.admission.usage_prices import FleetRates, KVResidency
@@ -295,18 +295,15 @@ class MarketOrder(UsageOrder):
             self._push(tenant)
 
 
-class KarmaParams(ShareParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class KarmaParams(TokenParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `KarmaOrder`."""
 
-    input_weight: float = 1.0  # service per uncached prompt token
-    output_weight: float = 2.0  # service per output token
     guaranteed: float = 0.5  # part of its fair share that a tenant has without credits (alpha)
     quantum_s: float = 1.0
     service_s: float = 0.0  # service of the fleet per second; 0 learns it
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_weights(self)
         check_bounds("guaranteed", self.guaranteed, ge=0, le=1)
         check_bounds("quantum_s", self.quantum_s, gt=0)
         check_bounds("service_s", self.service_s, ge=0)
@@ -326,7 +323,7 @@ class KarmaOrder(TenantOrder):
 
     In each quantum a tenant's fair share f is its part of the fleet's service, by weight. Those
     below alpha f come first. The others borrow, most credits per weight first, at a credit for a
-    unit of service. Whoever left a part of alpha f gets a credit for each unit borrowed, fewest
+    unit of service. Tenants that left a part of alpha f get a credit for each unit borrowed, fewest
     credits first; (1 - alpha) f credits are free. Credits may fall below 0, so no service is idle.
     """
 
@@ -349,8 +346,7 @@ class KarmaOrder(TenantOrder):
     def charge(self, name: str, served: Served) -> None:
         """Count service, which costs credits beyond the guaranteed part."""
         tenant: Any = self._tenant(name)
-        params = self.params
-        service = params.input_weight * served.prompt + params.output_weight * served.output
+        service = self.params.service(served)
         free = max(0.0, self._guaranteed(tenant) - tenant.used)
         tenant.used += service
         tenant.credits -= max(0.0, service - free)
@@ -443,16 +439,13 @@ class KarmaOrder(TenantOrder):
             user.credits += min(donated[user.name], max(0.0, level - user.credits))
 
 
-class DlpmParams(ShareParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DlpmParams(TokenParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `Dlpm`."""
 
-    input_weight: float = 1.0  # service per uncached prompt token
-    output_weight: float = 2.0  # service per output token
     quantum: float = 16384.0  # service that a refill adds, per weight (Q)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_weights(self)
         check_bounds("quantum", self.quantum, gt=0)
         if self.within != "fcfs":
             raise ConfigError(
@@ -497,9 +490,7 @@ class Dlpm(TenantOrder):
     def charge(self, name: str, served: Served) -> None:
         """Take service from the deficit."""
         tenant: Any = self._tenant(name)
-        params = self.params
-        service = params.input_weight * served.prompt + params.output_weight * served.output
-        tenant.deficit -= service
+        tenant.deficit -= self.params.service(served)
 
     def owes(self, tenant: Any, floor: float) -> bool:
         """True if it has less than a newcomer would get."""

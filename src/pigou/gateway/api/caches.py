@@ -165,7 +165,7 @@ class CachesAPI:
         )
 
     async def end_session(self, request: web.Request) -> web.Response:
-        """End a session: nothing that it left is found again, by whichever gateway."""
+        """End a session: no gateway serves what it left again."""
         session, now = request.match_info["id"], time.time_ns()
         check_session(session)
         until = now + 2 * MAX_SESSION_TTL_S * SECOND

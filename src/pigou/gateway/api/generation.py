@@ -132,7 +132,7 @@ class GenerationAPI:
                 run.advice = self._advice(run)
             count_for(model.metrics)
             response = None
-            if CacheLayer.ANSWER in self._gateway.caches.layers:
+            if CacheLayer.ANSWER in gateway.caches.layers:
                 response = await self._from_cache(request, run, model, tenure)
             if response is None:
                 with self._answers.single_flight(run.lookup):

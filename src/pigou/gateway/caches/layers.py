@@ -38,13 +38,9 @@ class CacheLayer(StrEnum):
     CONTEXT = "context"
 
 
-PURPOSES = {
-    CacheLayer.ANSWER: Purpose.ANSWER, CacheLayer.SEMANTIC: Purpose.SEMANTIC,
-    CacheLayer.TOOL: Purpose.TOOL, CacheLayer.RETRIEVAL: Purpose.RETRIEVAL,
-    CacheLayer.EMBEDDING: Purpose.EMBEDDING, CacheLayer.CONTEXT: Purpose.CONTEXT,
-}  # fmt: skip
-#: Header of requests (`sampled`, `semantic`) and of replies (`hit`, `miss`, `bypass`).
+#: Header of replies that tells what a compiled context dropped.
 CONTEXT_HEADER = "x-pigou-context"
+#: Header of requests (`sampled`, `semantic`) and of replies (`hit`, `miss`, `bypass`).
 CACHE_HEADER = "x-pigou-cache"
 SAMPLED, SEMANTIC = "sampled", "semantic"
 _SECONDS = re.compile(r"[0-9]{1,9}", re.ASCII)
@@ -56,7 +52,7 @@ SESSION_TTL_S, MAX_SESSION_TTL_S = 3600, 86_400
 _MAX_STREAM_BYTES, _MAX_SERVED = 2**21, 4096
 _context = msgspec.json.Decoder(Context)
 _COUNTS = {
-    "lookups": "Lookups in a cache above the engine.", "hits": "Those that found an artifact.",
+    "lookups": "Lookups in a cache above the engine.", "hits": "Lookups that hit.",
     "stored": "Artifacts stored.",
     "refused": "Artifacts not stored: changed meanwhile, over the quota, or not worth their bytes.",
     "stale_hits": "Hits after the source of an artifact had changed, before the gateway was told.",
@@ -196,7 +192,7 @@ class Caches:
         self.distance = 0.0  # sum over hits of similar questions
         self.is_shared = False  # True if changes go to other gateways
         self.changed: list[ManifestEntry] = []  # those that are to be sent
-        #: False while a change on another gateway could be missed: then nothing is found.
+        #: False while a change on another gateway could be missed: then every lookup misses.
         self.in_touch: Callable[[], bool] = lambda: True
 
     def in_session(self, tenure: Tenure, headers: Mapping[str, str]) -> Tenure:
@@ -218,7 +214,7 @@ class Caches:
 
     def bind(self, layer: CacheLayer, tenure: Tenure) -> Bound:
         """Return a tenure for a layer, bound to the present manifest."""
-        return self.manifest.bind(replace(tenure, purpose=PURPOSES[layer]))
+        return self.manifest.bind(replace(tenure, purpose=Purpose[layer.name]))
 
     def get(
         self, layer: CacheLayer, bound: Bound, content: bytes, max_age_s: float | None = None

@@ -1,4 +1,4 @@
-"""Answers to similar questions: equal but for the last user's text, and no guard objects."""
+"""Answers to similar questions: equal but for the last user's text, whose guards are equal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pigou.kv.manifest import Bound
 Vector: TypeAlias = NDArray[np.float32]
 #: Numbers of a vector of hashed n-grams, and characters of a gram.
 _WIDTH, _GRAM = 512, 3
-#: Vectors guards in all, and of texts that share everything else.
+#: Vectors kept in all, and of texts that share everything else.
 _MAX_VECTORS, _MAX_GROUP = 8192, 512
 _WORDS = re.compile(r"\w+(?:['’]\w+)?|[<>=%€$£+*/-]")
 _NUMBER = re.compile(r"\d+(?:[.,:/-]\d+)*")

@@ -177,7 +177,10 @@ class Routes:
         parsed = await self._bodies.read(request, partial(known, kind))
         headers, wanted = self._unknown.judge(parsed.unknown), parsed.request
         prompts, id = pooling_request(wanted, self._model), _id(request, wanted.request_id)
-        field = partial(re.sub, r"^prompt\b", prompt_field(wanted))
+
+        def field(path: str) -> str:
+            return re.sub(r"^prompt\b", lambda _: prompt_field(wanted), path)
+
         with ReplyTrace(self._tracer, request.headers) as spans, renaming(field):
             reply = await self._intake.completion(prompts, id, fleet_tenant(), spans.trace)
             spans.take(reply)
