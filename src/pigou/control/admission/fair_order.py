@@ -75,7 +75,7 @@ class FairParams(TokenParams, frozen=True, forbid_unknown_fields=True, kw_only=T
     credit: float = 16384.0
 
     def __post_init__(self) -> None:
-        check_bounds("reserve", self.reserve, ge=0, lt=1)
+        super().__post_init__()
         check_bounds("credit", self.credit, ge=0)
 
 

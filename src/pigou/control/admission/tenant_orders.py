@@ -43,7 +43,7 @@ class UsageParams(ShareParams, frozen=True, forbid_unknown_fields=True, kw_only=
     credit: float = 1.0  # unused service that a tenant keeps, seconds of the fleet per weight
 
     def __post_init__(self) -> None:
-        check_bounds("reserve", self.reserve, ge=0, lt=1)
+        super().__post_init__()
         check_bounds("credit", self.credit, ge=0)
 
 
