@@ -436,12 +436,17 @@ async def test_a_claim_that_is_not_worth_it_is_left_to_the_other_worker(folder: 
         fleet.expect()
         fleet.seconds = np.array([[9.0, 0.1]])  # the second worker has the prefix
         fleet.workers |= {name: PullWorker(name, POOL) for name in ("p0", "p1")}
-        fleet.gateway._pulling |= {"p1": True}  # as it did
-        await fleet.worker("p0")
-        prompt = await fleet.start(fleet.prefill("r0"))
-        await fleet.until(lambda: fleet.gateway.core.counts.left)
-        await fleet.worker("p1")
-        await prompt
+
+        async def alive(workers: Sequence[str]) -> list[bool]:
+            return [True] * len(workers)
+
+        with patch.object(fleet.gateway, "_ask_pullers", alive):  # p1 as well, which asks later
+            await fleet.until(lambda: fleet.gateway._pulling.get("p1", False))
+            await fleet.worker("p0")
+            prompt = await fleet.start(fleet.prefill("r0"))
+            await fleet.until(lambda: fleet.gateway.core.counts.left)
+            await fleet.worker("p1")
+            await prompt
         assert fleet.gateway.core.counts.left <= 3
         fleet.computed.clear()
         await fleet.prefill("r1")
