@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linprog
 
 from pigou.games.drf import (
     DominantShares,
@@ -58,6 +59,50 @@ def test_needs_of_nothing_and_of_what_is_not_there() -> None:
     assert made.tasks.tolist() == [3, 4, 0, 0]
     assert drf([[2, 1]], [9, 18]).tasks == pytest.approx([4.5])
     assert drf(np.empty((0, 2)), [9, 18]).tasks.shape == (0,)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_shares_are_those_of_the_lexicographic_programs(seed: int) -> None:
+    """Three resources, weights of each, caps, shares from before: max-min by linear programs."""
+    rng = np.random.default_rng(seed)
+    n, m = 3, 3
+    demands = rng.integers(0, 6, (2, n, m)).astype(float)
+    demands[:, :, 0] += 1.0
+    room, limits = rng.uniform(5, 30, (2, m)), rng.uniform(0.2, 4, (2, n))
+    weights = rng.uniform(0.5, 3, (n, m) if seed % 2 else n)
+    by_resource = weights if weights.ndim == 2 else weights[:, None]
+    found, level = dynamic_drf(demands, room, limits, weights=weights), np.zeros(n)
+    for t in range(2):
+        rates = (demands[t] / room[t] / by_resource).max(axis=1)
+        want = lexicographic(rates, demands[t], room[t], limits[t], level)
+        assert found[t] == pytest.approx(want, abs=1e-6)
+        level += found[t] * rates
+    assert found[0] == pytest.approx(
+        drf(demands[0], room[0], weights=weights, limits=limits[0]).tasks
+    )
+
+
+def lexicographic(rates, needs, room, limits, level):  # type: ignore[no-untyped-def]
+    """Raise the lowest level as far as it goes, fix who cannot rise, and so on."""
+    n = len(rates)
+    done: dict[int, float] = {}
+
+    def best(row, levels_from):  # type: ignore[no-untyped-def]
+        bounds = [(done.get(i, 0.0), done.get(i, limits[i])) for i in range(n)]
+        above = [i for i in range(n) if i not in done]
+        rows = [[*needs[:, r], 0.0] for r in range(len(room))]
+        rows += [[-rates[i] * (i == j) for j in range(n)] + [levels_from is None] for i in above]
+        ends = [*room, *(level[above] - (levels_from or 0.0))]
+        found = linprog(row, np.array(rows, float), ends, bounds=[*bounds, (None, None)])
+        return -found.fun
+
+    while len(done) < n:
+        water = best([0.0] * n + [-1.0], None)
+        for i in [i for i in range(n) if i not in done]:
+            most = best([-rates[j] * (i == j) for j in range(n)] + [0.0], water - 1e-9)
+            if level[i] + most <= water + 1e-7:
+                done[i] = max(0.0, (water - level[i]) / rates[i])
+    return [done[i] for i in range(n)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -135,6 +180,7 @@ def test_dominant_shares_follow_what_comes_and_goes() -> None:
         (lambda: drf([[1], [1, 2]], [1]), "demands is"),
         (lambda: dynamic_max_min([[1, -2]], 1), r"demands\[0, 1\]"),
         (lambda: dynamic_drf([[1]], [[1], [1]], [[1]]), "do not fit"),
+        (lambda: dynamic_max_min([[1, 2]], [1, 2]), r"capacity has shape \(2,\)"),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_name(call, message: str) -> None:  # type: ignore[no-untyped-def]

@@ -90,6 +90,21 @@ def test_no_player_of_an_lq_equilibrium_gains_by_another_feedback() -> None:
     assert lq_price_of_anarchy([1.0], [1.0], a=1.0) == pytest.approx(1)
 
 
+def test_lq_games_of_unlike_players_by_an_independent_iteration() -> None:
+    """Each answers the others by its own Riccati equation until nobody moves."""
+    rng = np.random.default_rng(8)
+    for _ in range(10):
+        n, a, d = int(rng.integers(1, 6)), float(rng.uniform(-1, 1)), float(rng.choice([0, 0.3]))
+        q, r, b = rng.uniform(0.1, 4, n), rng.uniform(0.1, 4, n), rng.uniform(0.5, 2, n)
+        q[-1] = 0.0 if n > 1 else q[-1]  # who does not mind the backlog makes no effort
+        s, p = b * b / r, np.ones(n)
+        for _ in range(1000):
+            for i in range(n):
+                rest = a - d / 2 - (s @ p - s[i] * p[i])
+                p[i] = 0.5 * p[i] + 0.5 * (rest + math.sqrt(rest**2 + s[i] * q[i])) / s[i]
+        assert lq_nash(q, r, a=a, b=b, discount=d).costs == pytest.approx(p, rel=1e-6, abs=1e-9)
+
+
 def test_grim_trigger_sustains_from_the_known_patience() -> None:
     assert grim_trigger_delta(5, 3, 1) == 0.5
     assert grim_trigger_delta(2, 3, 1) == 0.0
@@ -124,7 +139,9 @@ def test_the_audit_finds_what_is_known_of_each_mechanism() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: lq_nash([0], [1]), r"q\[0\] is 0"), (lambda: lq_nash([1], [1], b=0), "b is 0"),
+        (lambda: lq_nash([0], [1]), "nobody steers"), (lambda: lq_nash([1], [1], b=0), "give one"),
+        (lambda: lq_planner([1], [1], b=0), "give one a b"),
+        (lambda: lq_nash([1, 1], [1, 1], b=[1, 2, 3]), r"b has shape \(3,\)"),
         (lambda: lq_nash([1], [1], discount=-1), "discount=-1"),
         (lambda: grim_trigger_delta(5, 3, 4), "nothing deters"),
         (lambda: discounted([1], 1.0), "delta < 1"),

@@ -33,6 +33,36 @@ def test_everybody_gets_its_guarantee_and_no_slice_idles_while_it_is_wanted(seed
     assert (given_.sum(axis=1) == np.minimum(demands.sum(axis=1), users * share)).all()
 
 
+def test_slices_go_one_by_one_as_published() -> None:
+    """The rule literally: shares and parts of all kinds, credits that run out."""
+    rng = np.random.default_rng(2)
+    for alpha in (0.0, 0.25, 0.5, 1.0) * 8:
+        shares, start = rng.integers(1, 6, int(rng.integers(1, 6))), float(rng.integers(0, 8))
+        demands = rng.integers(0, 9, (6, len(shares)))
+        given_, left = karma(demands, shares, alpha=alpha, credits=start)
+        own = np.floor(alpha * shares)
+        credits, price = np.full(len(shares), start), shares.mean() / shares
+        for t, wanted in enumerate(demands):
+            credits += shares - own
+            got = np.minimum(wanted, own)
+            donated, shared = own - got, (shares - own).sum()
+            while donated.sum() + shared > 0:
+                able = (got < wanted) & (credits > 0)
+                if not able.any():
+                    break
+                borrower = int(np.where(able, credits, -np.inf).argmax())
+                if donated.any():
+                    donor = int(np.where(donated > 0, credits, np.inf).argmin())
+                    donated[donor] -= 1
+                    credits[donor] += 1
+                else:
+                    shared -= 1
+                got[borrower] += 1
+                credits[borrower] -= price[borrower]
+            assert given_[t].tolist() == got.tolist()
+            assert left[t] == pytest.approx(credits)
+
+
 def test_a_user_without_credits_has_its_guarantee_alone() -> None:
     given_, credits = karma([[8, 0], [8, 0], [8, 0]], 4, alpha=0.5, credits=0)
     assert given_[:, 0].tolist() == [4, 4, 4]  # 2 of the guarantee, 2 for that quantum's credits
@@ -69,7 +99,8 @@ def test_a_slice_costs_less_who_has_a_larger_share() -> None:
         (lambda: Karma(alpha=1.5), "alpha is 1.5"), (lambda: Karma(credits=-1), "credits is -1"),
         (lambda: Karma().join("a", -1), "fair_share is -1"), (lambda: Karma().leave("a"), "'a'"),
         (lambda: Karma().allocate({"a": 1}), "not joined"),
-        (lambda: karma([[1.5]], 2), "is 1.5"), (lambda: karma([1, 2], 2), "shape"),
+        (lambda: karma([[1, 2]], [1, 2, 3]), r"fair_share has shape \(3,\)"),
+        (lambda: karma([[1.5]], 2), "is 1.5"), (lambda: karma([[1]], 2.5), "fair_share is 2.5"), (lambda: karma([1, 2], 2), "shape"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_by_its_name(call, message: str) -> None:  # type: ignore[no-untyped-def]

@@ -39,6 +39,13 @@ def test_buyers_buy_only_the_best_value_and_the_market_clears() -> None:
         assert (values[buys] <= best * (1 + 1e-6)).all()  # nothing is better value for money
 
 
+def test_a_large_market_clears_with_nothing_better_to_buy() -> None:
+    values = np.random.default_rng(0).uniform(0, 1, (20, 25))
+    made = fisher(values, supplies=np.arange(1.0, 26.0))
+    assert made.spent == pytest.approx([1] * 20)
+    assert (values / made.prices).max(axis=1) == pytest.approx(made.utilities)
+
+
 def test_ceei_s_known_answers_and_that_a_lie_pays() -> None:
     made = ceei(DEMANDS, CAPACITIES)
     assert made.tasks == pytest.approx([45 / 11, 18 / 11])
@@ -144,6 +151,7 @@ def test_the_known_bargain_and_its_like() -> None:
         (lambda: nash_bargaining([0, 0], matrix=[[1, -1]], limits=[10]), "do not bound player 0"),
         (lambda: nash_bargaining([0, 0]), "matrix and limits, or points"),
         (lambda: volatile_market([[1]], 1, workers=[0]), r"workers\[0\] is 0"),
+        (lambda: volatile_market([[1, 1]], [1, 1, 1]), r"capacity has shape \(3,\)"),
     ],
 )
 def test_what_no_market_takes_is_refused_by_its_name(call: Any, message: str) -> None:

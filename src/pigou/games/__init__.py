@@ -21,8 +21,8 @@ def checked(name: str, values: ArrayLike, shape: tuple[int | None, ...], *, low:
         raise ValueError(f"{name} is {values!r}: give numbers, in rows of equal length") from None
     sizes = [got == want for got, want in zip(array.shape, shape, strict=False) if want is not None]
     if array.ndim != len(shape) or not all(sizes):
-        wanted = " x ".join("any" if size is None else str(size) for size in shape) or "one number"
-        raise ValueError(f"{name} has shape {array.shape}: give {wanted}")
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {array.shape}: give one of ({wanted})")
     good = (array > low if above else array >= low) & (np.isfinite(array) | (not finite))
     if not good.all():
         bad = tuple(np.argwhere(~good)[0].tolist())
@@ -30,3 +30,9 @@ def checked(name: str, values: ArrayLike, shape: tuple[int | None, ...], *, low:
         at = f"[{', '.join(map(str, bad))}]" if bad else ""
         raise ValueError(f"{name}{at} is {array[bad]:g}: give numbers {what}")
     return array
+
+
+def spread(name: str, values: ArrayLike, size: int, *, low: float = 0.0) -> Floats:
+    """Return `size` numbers from `low`, given as many or one for all; or ValueError."""
+    array = checked(name, values, (None,) * (np.ndim(values) > 0), low=low)
+    return checked(name, np.full(size, array) if array.ndim == 0 else array, (size,), low=low)

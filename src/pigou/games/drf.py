@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pigou.games import Floats, checked
+from pigou.games import Floats, checked, spread
 
 T = TypeVar("T", bound=Hashable)
 #: Share of a capacity below which the remainder is rounding.
@@ -76,7 +76,7 @@ def dynamic_max_min(
     """
     wanted = checked("demands", demands, (None, None))
     periods, tenants = wanted.shape
-    room = np.broadcast_to(np.asarray(capacity, dtype=np.float64), (periods,))[:, None]
+    room = spread("capacity", capacity, periods)[:, None]
     return dynamic_drf(np.ones((tenants, 1)), room, wanted, weights=weights)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pigou.games import Floats, checked
+from pigou.games import Floats, checked, spread
 from pigou.games.nash_welfare import Welfare, max_nash_welfare
 
 
@@ -60,7 +60,7 @@ def volatile_market(
     per_round = checked("progress", progress, (None, None))
     jobs, rounds = per_round.shape
     size = checked("workers", np.ones(jobs) if workers is None else workers, (jobs,), above=True)
-    room = checked("capacity", np.broadcast_to(np.asarray(capacity), (rounds,)), (rounds,))
+    room = spread("capacity", capacity, rounds)
     past = checked("done", np.zeros(jobs) if done is None else done, (jobs,))
     rho = np.ones(jobs) if unfairness is None else unfairness
     with np.errstate(over="ignore"):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pigou.games import Floats
+from pigou.games import Floats, spread
 
 
 @dataclass(slots=True)
@@ -57,9 +57,9 @@ class Karma:
         """Slices of the pool."""
         return sum(user.share for user in self._users.values())
 
-    def join(self, user: Hashable, fair_share: int, credits: float | None = None) -> None:
+    def join(self, user: Hashable, fair_share: float, credits: float | None = None) -> None:
         """Add a user, or change the fair share of one, who keeps its credits."""
-        if not isinstance(fair_share, int | np.integer) or fair_share < 0:
+        if not fair_share >= 0 or fair_share % 1:
             raise ValueError(f"fair_share is {fair_share!r}: give whole slices, at least 0")
         known = self._users.get(user)
         if credits is None:
@@ -130,7 +130,7 @@ def karma(
     rows = np.asarray(demands, dtype=np.float64)
     if rows.ndim != 2:
         raise ValueError(f"demands has shape {rows.shape}: give (quanta, users)")
-    shares = np.broadcast_to(np.asarray(fair_share), rows.shape[1:]).tolist()
+    shares = spread("fair_share", fair_share, rows.shape[1]).tolist()
     pool, given, left = Karma(alpha, credits), [], []
     for user, share in enumerate(shares):
         pool.join(user, share, credits)

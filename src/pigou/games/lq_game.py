@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 
-from pigou.games import Floats, checked
+from pigou.games import Floats, checked, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def lq_nash(
     product = s * costs
     low = float(np.sqrt(product.max()))
     if low == 0.0:
-        raise ValueError("b is 0 for every player: nobody can steer; give one a b")
+        raise ValueError("no player has b and q other than 0: nobody steers; give one both")
     sign = np.full(len(s), -1.0)
 
     def excess(k: float) -> float:
@@ -77,8 +77,8 @@ def lq_planner(
     """Return the efforts that cost all players together least; arguments as of `lq_nash`."""
     costs, prices, slopes, drift = _read(q, r, a, b, discount)
     s, total = float((slopes**2 / prices).sum()), float(costs.sum())
-    if s == 0.0:
-        raise ValueError("b is 0 for every player: nobody can steer; give one a b")
+    if s * total == 0.0:
+        raise ValueError("b or q is 0 for every player: nobody steers; give one a b, one a q")
     p = (drift + math.sqrt(drift * drift + s * total)) / s
     efforts = slopes * p / prices
     rate = float(slopes @ efforts) - a
@@ -98,11 +98,9 @@ def lq_price_of_anarchy(
 def _read(
     q: ArrayLike, r: ArrayLike, a: float, b: ArrayLike, discount: float
 ) -> tuple[Floats, Floats, Floats, float]:
-    costs = checked("q", q, (None,), above=True)
+    costs = checked("q", q, (None,))
     prices = checked("r", r, costs.shape, above=True)
-    slopes = checked(
-        "b", np.broadcast_to(np.asarray(b, np.float64), costs.shape), costs.shape, low=-np.inf
-    )
+    slopes = spread("b", b, len(costs), low=-np.inf)
     if not len(costs) or not math.isfinite(a) or not 0.0 <= discount < math.inf:
         raise ValueError(f"{len(costs)} players, a={a}, discount={discount}: give one player or "
                          "more, a number, and a rate of at least 0")  # fmt: skip

@@ -15,6 +15,8 @@ from pigou.games import Floats
 #: Iterations, relative error at which they end, and with which a solution counts.
 _ITERATIONS, _PRECISION, _ACCEPTED = 60, 1e-14, 1e-7
 _SHRINK, _BOUNDARY = 0.1, 0.995
+#: Diagonal from which a variable is eliminated from a step, with so many variables.
+_LARGE, _MANY = 1e-3, 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +86,10 @@ def _solve(v: Floats, w: Floats, a: Floats, b: Floats, c: Floats) -> tuple[Float
         if error < _PRECISION or error > 1e4 * best:  # the latter: rounding takes over
             break
         mu *= _SHRINK
-        hessian = (v.T * (lam / u)) @ v + (a.T * (y / s)) @ a + np.diag(z / x)
         right = r_dual + (mu - z * x) / x
         right += v.T @ ((w - lam * u - lam * r_use) / u) - a.T @ ((mu - y * s + y * r_room) / s)
         try:
-            dx = np.linalg.solve(hessian, right)
+            dx = _newton(np.vstack([v, a]), np.concatenate([lam / u, y / s]), z / x, right)
         except np.linalg.LinAlgError:
             break
         ds, du = -r_room - a @ dx, v @ dx + r_use
@@ -109,3 +110,21 @@ def _solve(v: Floats, w: Floats, a: Floats, b: Floats, c: Floats) -> tuple[Float
     x[(x < z) & (x < 1e-7)] = 0.0  # rounding of what the optimum leaves out
     y[(y < s) & (y < 1e-7)] = 0.0
     return x * column, y * total / row
+
+
+def _newton(rows: Floats, weights: Floats, diagonal: Floats, right: Floats) -> Floats:
+    """Solve (rows' diag(weights) rows + diag(diagonal)) x = right.
+
+    Of many variables, those of a large diagonal are eliminated: all that the optimum leaves out.
+    """
+    if len(right) < _MANY:
+        return np.asarray(np.linalg.solve((rows.T * weights) @ rows + np.diag(diagonal), right))
+    out = diagonal > _LARGE
+    inverse, kept = 1.0 / diagonal[out], rows[:, ~out]
+    inner = (rows[:, out] * inverse) @ rows[:, out].T + np.diag(1.0 / weights)
+    system = np.block([[np.diag(diagonal[~out]), kept.T], [kept, -inner]])
+    shift = rows[:, out] @ (inverse * right[out])
+    solved = np.linalg.solve(system, np.concatenate([right[~out], -shift]))
+    x, duals = np.empty_like(right), solved[kept.shape[1] :]
+    x[~out], x[out] = solved[: kept.shape[1]], inverse * (right[out] - rows[:, out].T @ duals)
+    return x
