@@ -100,7 +100,8 @@ def test_a_slice_costs_less_who_has_a_larger_share() -> None:
         (lambda: Karma().join("a", -1), "fair_share is -1"), (lambda: Karma().leave("a"), "'a'"),
         (lambda: Karma().allocate({"a": 1}), "not joined"),
         (lambda: karma([[1, 2]], [1, 2, 3]), r"fair_share has shape \(3,\)"),
-        (lambda: karma([[1.5]], 2), "is 1.5"), (lambda: karma([[1]], 2.5), "fair_share is 2.5"), (lambda: karma([1, 2], 2), "shape"),
+        (lambda: karma([[1.5]], 2), "is 1.5"),
+        (lambda: karma([[1]], 2.5), "fair_share is 2.5"), (lambda: karma([1, 2], 2), "shape"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_by_its_name(call, message: str) -> None:  # type: ignore[no-untyped-def]
