@@ -64,6 +64,41 @@ def test_dlpm_prefers_what_a_worker_held_when_the_request_came() -> None:
     assert dlpm.first(0) is cached
 
 
+def test_dlpm_serves_of_equal_prefixes_who_has_more_left_and_keeps_missed_refills() -> None:
+    for credit, kept in ((0.0, -5.0), (1000.0, 15.0)):
+        dlpm: Dlpm = order("dlpm", quantum=20, credit=credit)
+        early = put(dlpm, "quiet", 25, serial=0)
+        for serial in range(1, 6):
+            put(dlpm, "flood", 10, serial=serial)
+        late = put(dlpm, "quiet", 1, serial=9)
+        assert dlpm.first(0) is early  # both have 20: the first
+        dlpm.taken(early, 25)
+        dlpm.remove(late)
+        for _ in range(3):  # the flood is refilled meanwhile
+            dlpm.taken(dlpm.first(0), 10)
+        put(dlpm, "quiet", 1, serial=10)
+        assert dlpm.deficit("quiet") == kept
+
+
+def test_under_karma_a_burst_of_who_lends_goes_before_guaranteed_parts_that_can_wait() -> None:
+    """Capacity 12: f = 6, guaranteed 3: the lender has 9, and the other its 3 last."""
+    karma: KarmaOrder = order("karma", service_s=12, output_weight=0)
+    for name in ("flood", "quiet"):
+        karma.remove(put(karma, name, serial=0))
+    for serial in range(1, 40):
+        put(karma, "flood", serial=serial)
+    for _ in range(12):  # a quantum in which the flood borrows
+        karma.taken(karma.first(0), 1)
+    for serial in range(40, 60):
+        put(karma, "quiet", serial=serial, now=SECOND)
+    served = []
+    for _ in range(12):
+        one = karma.first(SECOND)
+        karma.taken(one, 1)
+        served.append(one.request.tenant)
+    assert served == ["quiet"] * 9 + ["flood"] * 3
+
+
 def test_karma_lends_and_pays_back_as_published() -> None:
     """Three users, f = 2, alpha = 1/2: the allocations and credits of five quanta."""
     karma: KarmaOrder = order("karma", service_s=6, output_weight=0)

@@ -321,9 +321,10 @@ class _KarmaTenant(Tenant):
 class KarmaOrder(TenantOrder):
     """Serves by credits for service lent to others (Vuppalapati et al., OSDI 2023).
 
-    In each quantum a tenant's fair share f is its part of the fleet's service, by weight. Those
-    below alpha f come first. The others borrow, most credits per weight first, at a credit for a
-    unit of service. Tenants that left a part of alpha f get a credit for each unit borrowed, fewest
+    In each quantum a tenant's fair share f is its part of the fleet's service, by weight, of which
+    alpha f is guaranteed. Most credits per weight go first, until the rest of the quantum is no
+    more than what is guaranteed and not had: then those below alpha f do. A unit beyond alpha f
+    costs a credit. Tenants that left a part of alpha f get a credit for each unit borrowed, fewest
     credits first; (1 - alpha) f credits are free. Credits may fall below 0, so no service is idle.
     """
 
@@ -336,6 +337,9 @@ class KarmaOrder(TenantOrder):
         self._quantum_end = 0
         self._capacity: float = self.params.service_s * self.params.quantum_s
         self._weights = 0.0  # sum of the users' weights
+        self._left = self._capacity  # service that the quantum still has
+        self._owed = 0.0  # guaranteed service that users have not had in it
+        self._due = False  # the guaranteed parts come first
         self._was_contended = False
 
     def credits(self, tenant: str) -> float:
@@ -350,15 +354,17 @@ class KarmaOrder(TenantOrder):
         free = max(0.0, self._guaranteed(tenant) - tenant.used)
         tenant.used += service
         tenant.credits -= max(0.0, service - free)
+        self._left -= service
+        self._owed -= min(service, free)
 
     def owes(self, tenant: Any, floor: float) -> bool:
         """True if it has less than a newcomer would get."""
         return bool(tenant.credits < 0.0)
 
     def rank(self, tenant: Any) -> Any:
-        """Return those below their guaranteed part, by part; then the others by credits."""
+        """Sort by credits; when it is due, first those below their guaranteed part, by part."""
         guaranteed = self._guaranteed(tenant)
-        if tenant.used < guaranteed:
+        if self._due and tenant.used < guaranteed:
             return False, tenant.used / guaranteed
         return True, -tenant.credits / tenant.weight
 
@@ -370,6 +376,7 @@ class KarmaOrder(TenantOrder):
         mean = sum(users) / len(users) if users else 0.0
         tenant.credits = min(tenant.credits, mean) if tenant.seen else mean
         self._weights += tenant.weight
+        self._owed += self._guaranteed(tenant)
         tenant.seen = max(self._quantum_end, 1)
         self._push_all()
 
@@ -383,7 +390,17 @@ class KarmaOrder(TenantOrder):
     def first(self, now: int) -> QueuedRequest | None:
         """Return the next request."""
         self._roll(now)
+        if not self._due:
+            time_left = self._capacity * (self._quantum_end - now) / self._quantum_ns
+            if min(self._left, time_left) <= self._owed:
+                self._due = True
+                self._push_all()
         return super().first(now)
+
+    def underserved(self, waiting: QueuedRequest) -> bool:
+        """True if the tenant has more credits per weight than users on average."""
+        credits = self.credits(waiting.request.tenant) / waiting.weight
+        return bool(credits * self._weights > sum(user.credits for user in self._users()))
 
     def _users(self) -> list[Any]:
         tenants: Any = self._tenants.values()
@@ -411,7 +428,10 @@ class KarmaOrder(TenantOrder):
             user.credits += (1.0 - self.params.guaranteed) * share * quanta
             user.used = 0.0
         self._quantum_end = now - now % self._quantum_ns + self._quantum_ns
-        self._weights = sum(user.weight for user in self._users())
+        users = self._users()
+        self._weights = sum(user.weight for user in users)
+        self._left, self._due = self._capacity, False
+        self._owed = sum(self._guaranteed(user) for user in users)
         self._was_contended = self.contended
         self._push_all()
 
@@ -442,11 +462,15 @@ class KarmaOrder(TenantOrder):
 class DlpmParams(TokenParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `Dlpm`."""
 
-    quantum: float = 16384.0  # service that a refill adds, per weight (Q)
+    quantum: float = 4096.0  # service that a refill adds, per weight (Q)
+    # refills that a tenant keeps while none of its requests waits, per weight; 0 is the published
+    # rule, under which it waits a turn after each small burst.
+    credit: float = 16384.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_bounds("quantum", self.quantum, gt=0)
+        check_bounds("credit", self.credit, ge=0)
         if self.within != "fcfs":
             raise ConfigError(
                 f"within is {self.within!r}: dlpm serves the longest prefix; leave it out"
@@ -454,19 +478,21 @@ class DlpmParams(TokenParams, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class _DlpmTenant(Tenant):
-    __slots__ = ("deficit",)
+    __slots__ = ("deficit", "refills")
 
     def __init__(self, name: str, counter: float) -> None:
         super().__init__(name, counter)
         self.deficit = 0.0
+        self.refills = -1.0  # of all, when it last waited; -1: never
 
 
 class Dlpm(TenantOrder):
     """Deficit longest prefix match (Cao et al., arXiv 2501.14312).
 
-    The longest cached prefix goes first, of tenants with a deficit above 0. A tenant's deficit
-    falls by what is computed for it: w_p per uncached prompt token, w_q per output token. When
-    nobody that waits has any, each of them gets Q times its weight until one is above 0.
+    The longest cached prefix goes first, of tenants with a deficit above 0; of equal prefixes that
+    of the largest deficit per weight. A tenant's deficit falls by what is computed for it: w_p per
+    uncached prompt token, w_q per output token. When nobody that waits has any, each of them gets Q
+    times its weight until one is above 0.
 
     Cached is what a worker held when the request came, and what was sent to workers since. A step
     costs O(tenants that wait), and O(blocks) once for each request.
@@ -477,6 +503,7 @@ class Dlpm(TenantOrder):
 
     def __init__(self, params: DlpmParams | None = None) -> None:
         super().__init__(params)
+        self._refills = 0.0
         self._sent: OrderedDict[int, None] = OrderedDict()  # router keys of blocks, newest last
         # waiting requests by the key of the first block that is not cached
         self._missing: dict[int, dict[str, tuple[QueuedRequest, int]]] = {}
@@ -497,9 +524,13 @@ class Dlpm(TenantOrder):
         return bool(tenant.deficit < 0.0)
 
     def lift(self, tenant: Any) -> None:
-        """Limit what a tenant owes for service that nobody waited for."""
+        """Add refills that it missed, up to the credit; limit debts of when nobody waited."""
+        quantum, credit = (n * tenant.weight for n in (self.params.quantum, self.params.credit))
+        if tenant.refills >= 0.0 and tenant.deficit < credit > 0.0:
+            missed = self._refills - tenant.refills
+            tenant.deficit = min(tenant.deficit + missed * quantum, credit)
         if not self.contended:
-            tenant.deficit = max(tenant.deficit, -self.params.quantum * tenant.weight)
+            tenant.deficit = max(tenant.deficit, -quantum)
 
     def add(self, waiting: QueuedRequest) -> None:
         """Add a waiting request."""
@@ -514,6 +545,8 @@ class Dlpm(TenantOrder):
     def remove(self, waiting: QueuedRequest) -> None:
         """Remove a waiting request."""
         super().remove(waiting)
+        tenant: Any = self._tenants[waiting.request.tenant]
+        tenant.refills = self._refills
         _, missing = self._matched.pop(waiting.request.id, (0, 0))
         held = self._missing.get(missing)
         if held is not None:
@@ -529,11 +562,23 @@ class Dlpm(TenantOrder):
         quantum = self.params.quantum
         if all(tenant.deficit <= 0.0 for tenant in waiting):
             refills = min(1 + -tenant.deficit // (quantum * tenant.weight) for tenant in waiting)
+            self._refills += refills
             for tenant in waiting:
                 tenant.deficit += refills * quantum * tenant.weight
-        firsts = [tenant.queue.first() for tenant in waiting if tenant.deficit > 0.0]
-        first: QueuedRequest = min(firsts, key=self._key)
+        best = min((t for t in waiting if t.deficit > 0.0), key=self._rank)
+        first: QueuedRequest = best.queue.first()
         return first
+
+    def underserved(self, waiting: QueuedRequest) -> bool:
+        """True if a tenant that waits has less deficit per weight by half the credit."""
+        tenants: list[Any] = [tenant for tenant in self._tenants.values() if tenant.queue]
+        least = min((tenant.deficit / tenant.weight for tenant in tenants), default=math.inf)
+        own = self.deficit(waiting.request.tenant) / waiting.weight
+        return bool(own - least > 0.5 * self.params.credit > 0.0)
+
+    def _rank(self, tenant: Any) -> tuple[int, float, int]:
+        matched, serial = self._key(tenant.queue.first())
+        return matched, -tenant.deficit / tenant.weight, serial
 
     def taken(self, waiting: QueuedRequest, uncached: int) -> None:
         """Charge the prompt; its blocks are cached from now on."""
