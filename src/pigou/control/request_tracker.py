@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pigou.control.adapters import AdapterTable
 from pigou.control.latency_model.estimates import Estimates, MedianWorker
 from pigou.control.latency_model.model import LatencyModel
-from pigou.control.lengths import LengthPredictor
+from pigou.control.lengths import LengthPredictor, Prediction
 from pigou.control.messages import Choice
 from pigou.control.peers.bookings import BookedTimes, WorkerBookings, next_mean_s
 from pigou.control.prefix_index import PrefixIndex
@@ -26,6 +26,7 @@ from pigou.request import SECOND, Request, Worker
 
 #: Nanoseconds between two fits of the latency model to the streams.
 _FIT_EVERY = SECOND // 2
+_PREDICTED = 8192  # requests whose predicted length is kept
 #: Fields of `Columns` come first: types cannot tell how many.
 _fleet_view: Any = FleetView
 
@@ -46,6 +47,7 @@ class RequestTracker:
         self.sent_prompts: dict[str, int] = {}  # prompts sent for prefill so far, by worker
         self.booked_s = BookedTimes()  # how long prompts and streams stay on workers
         self.adapters = AdapterTable()
+        self._predicted: dict[str, tuple[Request, Prediction]] = {}  # the first of them goes first
         self._due_at: dict[str, int] = {}  # expected ends of prompts whose end no driver sees
         self._fitted_at = 0
         self._median_worker: MedianWorker | None = None
@@ -226,7 +228,7 @@ class RequestTracker:
     def view(self, request: Request, index: PrefixIndex, now: int) -> FleetView:
         """Return the fleet as policies see it for this request."""
         ids = self.state.ids
-        lengths = None if self.lengths is None else self.lengths.predict(request)
+        lengths = None if self.lengths is None else self._predict(self.lengths, request)
         expected = self.latency_model.outputs.expected(request.max_tokens)
         held = self._held(request, index)  # unpacking an array takes three times as long
         fleet: FleetView = _fleet_view(
@@ -238,6 +240,15 @@ class RequestTracker:
         if request.model:
             fleet.adapters = self.adapters.prices(request.model, ids, now)
         return fleet
+
+    def _predict(self, lengths: LengthPredictor, request: Request) -> Prediction:
+        """Return a request's predicted length, made when it is first viewed."""
+        made = self._predicted.get(request.id)
+        if made is None or made[0] is not request:
+            made = self._predicted[request.id] = request, lengths.predict(request)
+            if len(self._predicted) > _PREDICTED:
+                del self._predicted[next(iter(self._predicted))]
+        return made[1]
 
     def _held(self, request: Request, index: PrefixIndex) -> NDArray[np.int64]:
         sizes = self.state.block_sizes
@@ -299,6 +310,7 @@ class RequestTracker:
         if self._due_at:
             self._due_at.pop(request, None)
         self.adapters.cold.discard(request)
+        self._predicted.pop(request, None)
         routed = self.state.requests.get(request)
         if routed is None:
             return None
