@@ -10,6 +10,7 @@ from model_fleet import Ideal, ModelFleet, poisson
 
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.latency_model.estimates import Estimates
+from pigou.control.lengths import Prediction
 from pigou.control.messages import Route, WorkerUp
 from pigou.control.plane import ControlPlane, stream_tolls
 from pigou.control.routing.policy import override
@@ -171,6 +172,27 @@ def test_memory_costs_what_has_to_be_computed_again_for_the_blocks_that_are_stor
     # of prefill delays the eight streams of a decode worker by one each.
     stored, copied = 0.005 + 840e-4, 0.005 + 780e-4
     assert parts["toll_memory"][0] == pytest.approx(9 * (stored + copied / 3))
+
+
+def test_prices_are_means_over_the_lengths_that_an_output_may_have() -> None:
+    """Two lengths, even chances: the price is the mean of their prices, in every part."""
+    estimates, offered = known(2), pairs((0, 1), (-1, 1))
+    estimates.prefill_pair[:], estimates.context_token[:] = 1e-8, 1e-6
+    toll = Toll(URGENCY_1)
+    toll.recent_ttft.add(0.5)
+
+    def parts(mean: float, deviation: float) -> np.ndarray:
+        fleet = FleetView.of(
+            2, estimates=estimates, output=mean, decode_requests=[0, 8], prefills=[True, False],
+            decodes=[False, True], recomputed_share=[0.5, 0.25],
+            lengths=Prediction(mean, mean, deviation**2),
+        )  # fmt: skip
+        return toll.parts(Request("r", 1000, 2000), fleet, offered).rows
+
+    uncertain, certain = parts(500.0, 300.0), parts(500.0, 0.0)
+    assert uncertain == pytest.approx((parts(200.0, 0.0) + parts(800.0, 0.0)) / 2, rel=1e-3)
+    for part in ("decode", "toll_stream", "toll_memory"):
+        assert (uncertain > certain)[PARTS.index(part)].all()
 
 
 def test_the_example_of_the_documentation_is_right() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pigou.control.latency_model.estimates import Estimates, pairs
+from pigou.control.lengths import Prediction
 from pigou.control.routing.toll import terms
 from pigou.control.routing.toll.policy import Toll, TollParams
 from pigou.control.routing.toll.terms import PARTS, Prospect, TollWeights
@@ -60,6 +61,7 @@ def cases(draw: st.DrawFn) -> Case:
         decode_requests=rng.integers(0, 30, workers), decode_tokens=rng.integers(0, 10**5, workers),
         overlap=held, device=held - host, host=host,
         recomputed_share=rng.uniform(0, 1, workers),
+        lengths=Prediction(0.0, 0.0, float(rng.choice((0, 10**5)))),
     )  # fmt: skip
     offered = [(-1, d) for d in np.flatnonzero(decodes)]
     offered += [(p, d) for p in np.flatnonzero(prefills) for _, d in offered if p != d]
@@ -101,11 +103,18 @@ def prospect(case: Case, params: TollParams) -> Prospect:
     left = np.maximum(0.0, ahead - (wait + prefill + transfer))
     all_taken = taken(d, fleet.prefill_requests[d], fleet.prefill_tokens[d], fleet.prefill_pairs[d])
     later = np.minimum(left, left / np.maximum(ahead, 1e-300) * all_taken)
+    assert fleet.lengths is not None
+    variance = fleet.lengths.variance
+    longer_s = 0.5 * reads * variance
+    each_s = known.prefill_token[d] + known.prefill_pair[d] * (prompt + output)
     stored = np.where(local, 0.0, known.service(p, (prompt - held[p]).astype(float), prompt))
     return Prospect(
-        wait, prefill, transfer, output * longer + np.where(local, 0.0, later), n,
-        output * (longer - step), np.where(local, stall, 0.0), np.where(beside, stall, service),
-        *later_prompts(fleet, p, wait), stored, known.service(d, missing + output, prompt + output),
+        wait, prefill, transfer, output * longer + longer_s + np.where(local, 0.0, later), n,
+        output * (longer - step) + longer_s, np.where(local, stall, 0.0), np.where(beside, stall, service),
+        *later_prompts(fleet, p, wait), stored,
+        known.service(d, missing + output, prompt + output)
+        + 0.5 * known.prefill_pair[d] * variance,
+        each_s**2 * variance,
     )  # fmt: skip
 
 

@@ -60,6 +60,8 @@ LinkArrays: TypeAlias = tuple[Counts, Numbers]
 CacheArrays: TypeAlias = tuple[Counts, Counts, Counts, Counts, Numbers, Counts]
 #: Workers of the candidates that prefill (-1 for local) and that decode, (candidates,) each.
 PairArrays: TypeAlias = tuple[Indices, Indices]
+#: Expected output tokens of the request, and their variance.
+OutputValues: TypeAlias = tuple[float, float]
 SettingValues: TypeAlias = tuple[float, float, float, float]
 
 
@@ -126,7 +128,8 @@ def cost_rows(
             cached, fetches.ready, fetches.host, fetches.storage, fetches.seconds,
             fleet.block_size,
         ),
-        (candidates.prefill, candidates.decode), request.prompt, fleet.output, setting,
+        (candidates.prefill, candidates.decode), request.prompt,
+        (fleet.output, 0.0 if fleet.lengths is None else fleet.lengths.variance), setting,
         (links.hosts, links.factors), np.empty(len(fleet.prefills)), rows,
     )  # fmt: skip
     return rows
@@ -223,12 +226,13 @@ def service_s(table: Numbers, w: int, tokens: float, prompt: float) -> float:
 @inlined
 def _prospect_of(
     table: Numbers, load_arrays: LoadArrays, cache_arrays: CacheArrays, waits_s: Numbers,
-    pair: tuple[int, int], prompt: int, output: float, restore: tuple[float, float],
+    pair: tuple[int, int], prompt: int, outputs: OutputValues, restore: tuple[float, float],
     around: tuple[int, float], links: LinkArrays,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the fields of `Prospect` for one candidate pair."""
     load, caches = WorkerLoad(*load_arrays), PromptCaches(*cache_arrays)
     p, d = pair
+    output, variance = outputs
     local = p == d
     wait_s, n = waits_s[p], float(load.decode_requests[d])
     uncached = float(prompt - caches.ready[p])
@@ -238,6 +242,7 @@ def _prospect_of(
     step_s = itl_s(itl_law(table, d), n) + held_s
     next_step_s = itl_s(itl_law(table, d), n + 1.0) + held_s
     next_step_s += token_s * (prompt + 0.5 * output - mean)
+    longer_s = 0.5 * token_s * variance  # of N^2: the mean above the square of the mean
     transfer_s = caches.fetch_s[p] if caches.fetch_s.shape[0] else 0.0
     stall_s, stored_s, later_s, missing = 0.0, 0.0, 0.0, float(prompt - caches.cached[d])
     law, interference = prefill_law(table, d), interference_law(table, d)
@@ -259,18 +264,20 @@ def _prospect_of(
             law, interference, load.prefill_requests[d], float(load.prefill_tokens[d]),
             float(load.prefill_pairs[d]), wait_s + computed_s + transfer_s,
         )  # fmt: skip
+    output_s = law.token + law.pair * (prompt + output)  # to compute one more of its tokens
     return (
-        wait_s, computed_s, transfer_s, output * next_step_s + later_s, n,
-        output * (next_step_s - step_s), stall_s, delay_s,
+        wait_s, computed_s, transfer_s, output * next_step_s + longer_s + later_s, n,
+        output * (next_step_s - step_s) + longer_s, stall_s, delay_s,
         *later_prompts(table, load.decodes, wait_s, p, around), stored_s,
-        service_s(table, d, missing + output, prompt + output),
+        service_s(table, d, missing + output, prompt + output) + 0.5 * law.pair * variance,
+        output_s * output_s * variance,
     )  # fmt: skip
 
 
 @bare_kernel_over(*_OVER)
 def price(
     table: Numbers, load_arrays: LoadArrays, under_way: UnderWayArrays, now_ns: int,
-    cache_arrays: CacheArrays, candidates: PairArrays, prompt: int, output: float,
+    cache_arrays: CacheArrays, candidates: PairArrays, prompt: int, outputs: OutputValues,
     setting_values: SettingValues, links: LinkArrays, waits_s: Numbers, costs: Numbers,
 ) -> None:  # fmt: skip
     """Write the parts of each candidate's cost, then their sum: (9, candidates)."""
@@ -284,7 +291,7 @@ def price(
         d = int(decode[i])
         pair = (d if prefill[i] < 0 else int(prefill[i])), d
         p = Prospect(*_prospect_of(
-            table, load_arrays, cache_arrays, waits_s, pair, prompt, output, restore, around, links
+            table, load_arrays, cache_arrays, waits_s, pair, prompt, outputs, restore, around, links
         ))  # fmt: skip
         parts = (
             p.wait_s, p.prefill_s, p.transfer_s, p.decode_s, _urgency(p, w), _toll_stream(p, w),

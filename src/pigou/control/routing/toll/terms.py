@@ -37,6 +37,7 @@ class Prospect(NamedTuple):
     prefill_stored_s: Numbers  # to compute again what a remote prefill worker stores of it; else 0
     # to compute again what the decode worker stores of it, output included.
     decode_stored_s: Numbers
+    decode_stored_variance: Numbers  # of these seconds, the output's length being uncertain
 
 
 class TollWeights(NamedTuple):
@@ -90,8 +91,10 @@ def toll_queue(p: Prospect, w: TollWeights) -> Numbers:
 def toll_memory(p: Prospect, w: TollWeights) -> Numbers:
     """Seconds that are computed again for the blocks which this request's push out.
 
-    They are taken to lie as deep in their prompts, and to be as urgent, as those stored here.
+    They are taken to lie as deep in their prompts, and to be as urgent, as those stored here. The
+    square of the decode worker's is a mean over the lengths that the output may have.
     """
     prefill_s = p.prefill_stored_s * (1.0 + w.stalled + 0.5 * w.rise * p.prefill_stored_s)
     decode_s = p.decode_stored_s * (1.0 + w.stalled + 0.5 * w.rise * p.decode_stored_s)
+    decode_s += 0.5 * w.rise * p.decode_stored_variance
     return w.toll * (w.prefill_displaced * prefill_s + w.decode_displaced * decode_s)
