@@ -109,7 +109,7 @@ class Fleet:
         control = unlimited(policy="least-loaded", **limit, **settings)
         setup = Setup(
             model="llama-3.1-8b", gpu="H100", max_seqs=MAX_SEQS[self.name], order=order,
-            ageing=self.ageing, engine="pigou",
+            ageing=self.ageing, input_weight=self.input_weight, engine="pigou",
         )  # fmt: skip
         simulation = Simulation(
             loop, read_fleet("1xboth"), setup, control, ClientConfig(), seed=seed

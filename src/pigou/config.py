@@ -390,6 +390,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     # `shortest` takes the fewest predicted output tokens to go, less `ageing` for each second.
     order: QueueOrder = "fcfs"
     ageing: float = 125.0  # tokens a second
+    input_weight: float = 0.05  # output tokens that `shortest` counts an uncached prompt token as
     # most prompt tokens per step of requests whose priority is above 0, so that urgent requests
     # wait for a short step only; 0 for no limit but the budget. Needs the order `priority`.
     max_background_tokens: int = 0
@@ -423,6 +424,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                     "given; entries written for rejected drafts have no scores: leave one out"
                 )
         check_bounds("ageing", self.ageing, gt=0, unit=" tokens a second")
+        check_bounds("input_weight", self.input_weight, ge=0)
         if self.lane is not None:
             if self.eviction is not None:
                 raise ConfigError(

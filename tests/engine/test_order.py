@@ -64,6 +64,34 @@ def test_ageing_lets_nobody_overtake_who_waited_for_its_length() -> None:
     assert started(core, 2) == ["early", "late"]
 
 
+def test_uncached_prompt_tokens_count_beside_predicted_ones() -> None:
+    core = engine(order="shortest", max_seqs=1, input_weight=0.5)
+    hashes = np.arange(40, dtype=np.uint64).reshape(20, 2) + 1
+    core.add(Request("first", 41, 1, hashes, expected=1))
+    while core.running or core.waiting:
+        step(core)
+    core.add(Request("uncached", 20, 1, expected=9))  # 9 + 20 / 2
+    core.add(Request("cached", 41, 1, hashes, expected=12))  # 12 + 1 / 2
+    core.add(Request("remote", 21, 1, remote=20, expected=14))
+    assert core.would_wait(Request("longer", 41, 1, expected=1))
+    assert not core.would_wait(Request("hit", 41, 1, hashes, expected=1))
+    core.abort("remote")
+    assert started(core, 3) == ["cached", "uncached"]
+    with pytest.raises(ConfigError, match="input_weight is -1"):
+        engine(order="shortest", input_weight=-1.0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), min_size=2, max_size=6))
+def test_declared_limits_move_nobody_in_the_engines_queue(asked: list[tuple[int, int]]) -> None:
+    orders = []
+    for declared in (False, True):
+        core = engine(order="shortest", max_seqs=1)
+        for number, (expected, limit) in enumerate(asked):
+            core.add(Request(str(number), 2, limit if declared else 20, expected=expected))
+        orders.append(started(core, 150))
+    assert orders[0] == orders[1]
+
+
 def test_an_engine_learns_which_prompts_have_short_outputs() -> None:
     core = engine(order="shortest", max_seqs=1)
     hashes = {name: np.full((1, 2), key, np.uint64) for key, name in enumerate(("s", "l"), 1)}
@@ -87,7 +115,8 @@ def test_a_preempted_sequence_has_what_it_generated_less_to_go() -> None:
     while not any(seq.preemptions for seq in core._state.sequences.values()):
         step(core)
     (seq,) = (seq for seq in core._state.sequences.values() if seq.preemptions)
-    assert seq.key[0] == before[seq.request.id] - (seq.length - 2) * SECOND
+    left = 0.05 * (seq.length - 2) - (seq.length - 2)  # its tokens are to be computed again
+    assert seq.key[0] == round(before[seq.request.id] + left * SECOND)
     assert seq.request.id == "a"
 
 

@@ -68,14 +68,9 @@ class EngineCore:
         """Queue a request; raises the errors of `check_request`."""
         state = self._state
         check_request(state, request)
-        hashes = no_hashes()
-        if self.config.prefix_caching:
-            hashes = leading_hashes(request.hashes, request.prompt // self.config.block_size)
-        request = self._expecting(request)
-        key = order_key(request, self.config, self._number)
+        seq = state.sequences[request.id] = self._queued(request)
         self._number += 1
         state.ranked |= request.priority != 0 and self.config.order == "priority"
-        seq = state.sequences[request.id] = Sequence(request, key, hashes)
         state.queue.push(seq)
         if state.offload is not None:
             state.offload.returns.on_request(seq.hashes, request.arrival + self._epoch)
@@ -90,21 +85,24 @@ class EngineCore:
         head = self._state.queue.head()
         if head is None:
             return False
-        if order_key(self._expecting(request), self.config, self._number) < head.key:
-            return False
         try:
             check_request(self._state, request)
         except (ValueError, RequestTooLarge, DuplicateRequest, QueueFull):
             return False
-        return not self.config.max_waiting
+        return not self.config.max_waiting and self._queued(request).key > head.key
 
-    def _expecting(self, request: Request) -> Request:
-        """Return a request with its predicted output length, if the order goes by it."""
-        lengths = self._state.lengths
-        if lengths is None or request.expected:
-            return request
-        expected = max(1, round(lengths.predict(request).rank))
-        return msgspec.structs.replace(request, expected=expected)
+    def _queued(self, request: Request) -> Sequence:
+        """Return a request's sequence, with its place in the order."""
+        state, hashes, computed = self._state, no_hashes(), 0
+        if self.config.prefix_caching:
+            hashes = leading_hashes(request.hashes, request.prompt // self.config.block_size)
+        if state.lengths is not None:
+            if not request.expected:
+                expected = max(1, round(state.lengths.predict(request).rank))
+                request = msgspec.structs.replace(request, expected=expected)
+            computed = max(request.remote, state.cached_tokens(hashes))
+        key = order_key(request, self.config, self._number, computed=computed)
+        return Sequence(request, key, hashes)
 
     def abort(self, request: str) -> Effects:
         """End a request or release its pins; blocks under load stay in use until `loaded`."""

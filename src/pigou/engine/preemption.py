@@ -73,7 +73,8 @@ def _preempt(state: EngineState, builder: ScheduleBuilder, seq: Sequence) -> Non
     seq.requeue()
     if state.config.order == "shortest":
         generated = seq.length - seq.request.prompt
-        seq.key = order_key(seq.request, state.config, seq.key[2], generated)
+        held = seq.computed if len(seq.host_blocks) else state.cached_tokens(seq.hashes)
+        seq.key = order_key(seq.request, state.config, seq.key[2], generated, held)
     state.queue.push(seq)
     state.stats.preemptions += 1
     builder.preempted.append(seq.request.id)

@@ -81,17 +81,19 @@ def _gapless(hashes: BlockHashes, limit: int) -> int:
 
 
 def order_key(
-    request: Request, config: EngineConfig, number: int, generated: int = 0
+    request: Request, config: EngineConfig, number: int, generated: int = 0, computed: int = 0
 ) -> tuple[int, int, int]:
     """Return a request's sort key: priority, deadline or tokens to go if so ordered, then arrival.
 
-    Tokens to go are predicted ones, never `max_tokens`; ageing as in
+    Tokens to go are predicted ones, never `max_tokens`, and weighted ones of `prompt + generated`
+    that are to be computed, all but `computed`; ageing as in
     `pigou.control.admission.queue_order.ShortestRemaining`.
     """
     order = config.order
     if order == "shortest":
-        left = max(1, request.expected - generated) * SECOND
-        return left + round(config.ageing * request.arrival), request.arrival, number
+        uncached = max(1, request.prompt + generated - computed)
+        left = max(1, request.expected - generated) + config.input_weight * uncached
+        return round(left * SECOND) + round(config.ageing * request.arrival), request.arrival, number
     if order == "priority":
         return request.priority, request.arrival, number
     if order == "edf":

@@ -299,6 +299,10 @@ class EngineState:
             stored, parent = hashes[first : first + count], hashes[max(first - 1, 0) : first]
             self._events.append(BlockStored(request, first, stored, parent))
 
+    def cached_tokens(self, hashes: BlockHashes) -> int:
+        """Return the leading tokens of these blocks that the device holds."""
+        return len(self.prefix.match(hashes, len(hashes)).blocks) * self.config.block_size
+
     def note_freed(self, freed: int) -> None:
         """Record freed blocks, and unblock the head of the queue."""
         if freed:

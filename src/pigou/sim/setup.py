@@ -96,6 +96,10 @@ class Setup(ParallelOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         float,
         option("Tokens by which --order shortest favours each second of waiting.", "Fleet"),
     ] = 125.0
+    input_weight: Annotated[
+        float,
+        option("Output tokens that --order shortest counts an uncached one as.", "Fleet"),
+    ] = 0.05
     long_lane: Annotated[
         str,
         option(

@@ -253,6 +253,7 @@ def _worker_specs(
             prefix_caching=group.prefix_caching,
             order=setup.order or ("fcfs" if vllm else "priority"),  # as either is by default
             ageing=setup.ageing,
+            input_weight=setup.input_weight,
             lane=LaneConfig.parse(setup.long_lane),
             headroom=0 if vllm else 1,
             max_repeat=MAX_STEPS,

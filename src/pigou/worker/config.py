@@ -202,6 +202,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         float,
         option("Tokens by which --order shortest favours each second of waiting.", "Scheduling"),
     ] = 125.0
+    input_weight: Annotated[
+        float,
+        option("Output tokens that --order shortest counts an uncached one as.", "Scheduling"),
+    ] = 0.05
     long_lane: Annotated[
         str,
         option(

@@ -334,7 +334,7 @@ def _core(
         max_seqs=config.max_seqs, max_batched_tokens=config.max_batched_tokens,
         max_background_tokens=config.max_background_tokens,
         max_model_len=min(max_tokens, cache_tokens), order=config.order, ageing=config.ageing,
-        lane=LaneConfig.parse(config.long_lane),
+        input_weight=config.input_weight, lane=LaneConfig.parse(config.long_lane),
         prefix_caching=config.prefix_caching, max_repeat=config.repeat,
         max_waiting=config.max_waiting,
         eviction=config.eviction if config.eviction.policy else None,
