@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -28,6 +29,8 @@ from pigou.control.lengths import (
 from pigou.control.lengths import load as load_lengths
 from pigou.control.messages import Ended, Queue, Route, WorkerUp
 from pigou.control.plane import ControlPlane
+from pigou.control.routing.toll.policy import Toll
+from pigou.control.routing.view import Candidates, FleetView
 from pigou.games.queueing import cobham_waits, mgc_wait
 from pigou.request import NEVER, SECOND, FinishReason, Request, Worker
 
@@ -82,6 +85,61 @@ def test_cobhams_waits_of_two_classes() -> None:
         cobham_waits([0.1, 0.1], [1.0])
 
 
+RATES, MEANS = (0.5, 0.05), (0.5, 8.0)
+
+
+def two_classes(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return arrivals (s), classes and exponential services (s) of the M/G/1 above."""
+    rng = np.random.default_rng(6)
+    arrivals = np.cumsum(rng.exponential(1.0 / sum(RATES), count))
+    kinds = (rng.random(count) < RATES[1] / sum(RATES)).astype(int)
+    return arrivals, kinds, rng.exponential(1.0, count) * np.array(MEANS)[kinds]
+
+
+def waits(order: str, arrivals: np.ndarray, services: np.ndarray, predicted: Any) -> np.ndarray:
+    """Return the waits at one server, without ageing and weight of prompts."""
+    params = {"ageing": 1e-6, "input_weight": 0.0} if order == "shortest-remaining" else {}
+    queue, waited, now, came = load({"order": order, **params}), np.zeros(len(arrivals)), 0.0, 0
+    for _ in arrivals:
+        while True:
+            while came < len(arrivals) and arrivals[came] <= now:
+                asked = Request(str(came), 1 + came % 7, 8)
+                since, length = round(arrivals[came] * SECOND), float(predicted[came])
+                queue.add(QueuedRequest(asked, since, asked.prompt, length=length, serial=came))
+                came += 1
+            if (first := queue.first(0)) is not None:
+                break
+            now = float(arrivals[came])
+        queue.taken(first, 1)
+        waited[first.serial] = now - arrivals[first.serial]
+        now += float(services[first.serial])
+    return waited
+
+
+def test_two_classes_wait_in_the_order_as_cobham_has_it() -> None:
+    arrivals, kinds, services = two_classes(30_000)
+    fcfs = waits("fcfs", arrivals, services, services)
+    assert fcfs.mean() == pytest.approx(9.5, rel=0.1)
+    made = waits("shortest-remaining", arrivals, services, np.array(MEANS)[kinds])
+    assert made[kinds == 0].mean() == pytest.approx(4.4333, rel=0.1)
+    assert made[kinds == 1].mean() == pytest.approx(12.6667, rel=0.1)
+    assert made.mean() / fcfs.mean() == pytest.approx(5.1818 / 9.5, rel=0.05)
+
+
+def test_a_random_prediction_is_fcfs_and_the_wait_falls_with_the_rank_correlation() -> None:
+    arrivals, _, services = two_classes(15_000)
+    tokens = np.ceil(100 * services).astype(int).tolist()
+    fcfs = waits("fcfs", arrivals, services, tokens).mean()
+    ratio = {
+        tau: waits("shortest-remaining", arrivals, services, noisy_lengths(tokens, tau, 8)).mean()
+        / fcfs
+        for tau in (0.0, 0.3, 0.6, 1.0)
+    }
+    assert ratio[0.0] == pytest.approx(1.0, abs=0.05)
+    assert ratio[0.0] - 0.1 > ratio[0.3] > ratio[0.6] + 0.1 > ratio[1.0] + 0.1
+    assert ratio[1.0] < 0.5
+
+
 @given(st.lists(st.tuples(st.integers(0, 4000), st.integers(1, 3000)), max_size=30))
 @settings(max_examples=examples(40), deadline=None)
 def test_a_request_is_overtaken_at_most_its_length_over_the_ageing_later(
@@ -100,27 +158,58 @@ def test_a_request_is_overtaken_at_most_its_length_over_the_ageing_later(
         queue.taken(head, 1)
 
 
-@given(st.integers(1, 10**6), st.integers(1, 10**6))
-@settings(max_examples=examples(30), deadline=None)
-def test_a_declared_limit_moves_nobody_in_the_queue(one: int, other: int) -> None:
-    online = taught((request(tenant="a"), 300))
-    predictions = [
-        online.predict(request(tenant="a", max_tokens=limit)) for limit in (one, other, NO_LIMIT)
-    ]
-    assert len({made.rank for made in predictions}) == 1
-    assert predictions[0].mean <= min(one, predictions[2].mean) + 1e-6
+TENANTS = {"a": 300, "b": 20, "c": 4000}
+LIMITED = st.lists(st.tuples(st.sampled_from(list(TENANTS)), st.integers(1, 10**6)), max_size=12)
+
+
+def routed(asked: list[tuple[str, int]]) -> list[str]:
+    """Return requests of tenants with declared limits in the order of their routes."""
     config = ControlConfig(
         policy="round-robin", admission={"order": "shortest-remaining"},
         lengths={"predictor": "online"}, max_inflight=1,
     )  # fmt: skip
     plane = ControlPlane(config)
+    plane.tracker.lengths = taught(*((request(tenant=t), n) for t, n in TENANTS.items()))
     plane.observe(WorkerUp(Worker("w", "u")), 0)
     plane.submit(request("runs"), 1)
-    for number, limit in enumerate((other, one)):
-        assert isinstance(plane.submit(request(str(number), max_tokens=limit), 2 + number), Queue)
-    (route,) = plane.observe(Ended("runs", FinishReason.STOP), 9)
-    assert isinstance(route, Route)
-    assert route.request == "0"
+    order = ["runs"]
+    for number, (tenant, limit) in enumerate(asked):
+        asks = request(str(number), tenant=tenant, max_tokens=limit)
+        assert isinstance(plane.submit(asks, 2 + number), Queue)
+    for now in range(len(asked)):
+        (route,) = plane.observe(Ended(order[-1], FinishReason.STOP), 100 + now)
+        assert isinstance(route, Route)
+        order.append(route.request)
+    return order
+
+
+@given(LIMITED)
+@settings(max_examples=examples(15), deadline=None)
+def test_declared_limits_move_nobody_in_the_queue(asked: list[tuple[str, int]]) -> None:
+    assert routed(asked) == routed([(tenant, NO_LIMIT) for tenant, _ in asked])
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=2, max_size=6))
+@settings(max_examples=examples(20), deadline=None)
+def test_a_declared_limit_moves_a_price_by_no_more_than_it_cuts_off(limits: list[int]) -> None:
+    """The engine enforces it, so it is no claim: more is never cheaper, what cuts nothing free."""
+    online = taught((request(tenant="a"), 300), (request(tenant="a"), 500), times=200)
+    candidates = Candidates(np.array([-1, -1], np.int32), np.array([0, 1], np.int32))
+    toll = Toll()
+    toll.recent_ttft.add(0.5)
+
+    def price(limit: int) -> np.ndarray:
+        made = online.predict(request(tenant="a", max_tokens=limit))
+        fleet = FleetView.of(
+            2, output=made.mean, lengths=made, decode_requests=[0, 8], recomputed_share=[0.5, 0.1]
+        )
+        return toll.costs(request(max_tokens=limit), fleet, candidates)
+
+    ascending = [*sorted(limits), NO_LIMIT]
+    for low, high in pairwise(ascending):
+        assert (price(low) <= price(high) * (1 + 1e-9)).all()
+        if low >= 1000:
+            assert price(low) == pytest.approx(price(NO_LIMIT), rel=0.02)
 
 
 def test_answers_cut_short_teach_nothing_of_short_answers() -> None:
@@ -187,6 +276,15 @@ def test_lexical_features_read_a_bounded_end_of_the_prompt() -> None:
         == lexical("y" * (MAX_CHARACTERS - len(text)) + text)[1:]
     )
     assert len(lexical("")) == len(LEXICAL)
+
+
+def test_a_waiting_request_is_predicted_once_however_often_it_is_viewed() -> None:
+    plane = ControlPlane(ControlConfig(policy="round-robin", lengths={"predictor": "online"}))
+    plane.observe(WorkerUp(Worker("w", "u")), 0)
+    asked, again = request(), request(prompt=2000)
+    first = plane.view(asked, 1).lengths
+    assert plane.view(asked, 2).lengths is first
+    assert plane.view(again, 3).lengths is not first  # another of the same id
 
 
 def test_what_was_learned_is_read_back_and_predicts_the_same() -> None:

@@ -110,7 +110,8 @@ def prospect(case: Case, params: TollParams) -> Prospect:
     stored = np.where(local, 0.0, known.service(p, (prompt - held[p]).astype(float), prompt))
     return Prospect(
         wait, prefill, transfer, output * longer + longer_s + np.where(local, 0.0, later), n,
-        output * (longer - step) + longer_s, np.where(local, stall, 0.0), np.where(beside, stall, service),
+        output * (longer - step) + longer_s, np.where(local, stall, 0.0),
+        np.where(beside, stall, service),
         *later_prompts(fleet, p, wait), stored,
         known.service(d, missing + output, prompt + output)
         + 0.5 * known.prefill_pair[d] * variance,
