@@ -1,13 +1,14 @@
 """Agent sessions whose caches do not fit: what the price of memory in `toll` is worth.
 
-    python -m benchmarks.routing.memory_price --traces FOLDER [--seeds 5]
+    python -m benchmarks.routing.memory_price --traces FOLDER [--seeds 5] [--lengths online]
 
 Sessions of the traces' agents whose prompts stay below 80,000 tokens, 12 turns each, think a
 tenth as long as they did; Llama-3.1-8B on H200s (roofline), whose workers have as many KV blocks
 of 16 tokens as the name of the workload says. `toll, memory free` is `toll` without its price of
-memory. Mean seconds from arrival to last token, and the share of prompt tokens that were cached,
-are means over seeds; the difference from `toll, memory free` is of the same seeds, with a 95%
-interval.
+memory. With `--lengths online` outputs are predicted, and `toll, certain` takes them for certain:
+prices have no share of their variance. Mean seconds from arrival to last token, and the share of
+prompt tokens that were cached, are means over seeds; the difference from `toll, memory free` is of
+the same seeds, with a 95% interval.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from pigou_lab.experiments.prices import paired
 
 _LONGEST = 80_000
 POLICIES = ("toll", "dynamo-paper", "ray-prefix", "mooncake")
-FREE = "toll, memory free"
+FREE, CERTAIN = "toll, memory free", "toll, certain"
 
 
 class MemoryFree(Toll):
@@ -47,6 +48,14 @@ class MemoryFree(Toll):
         """Return the parts and their sum; memory costs nothing."""
         free = msgspec.structs.replace(fleet, recomputed_share=np.zeros(len(fleet.ids)))
         return super().parts(request, free, candidates)
+
+
+class Certain(Toll):
+    """`toll` that takes predicted lengths for certain."""
+
+    def parts(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> CostTable:
+        """Return the parts and their sum, without variances."""
+        return super().parts(request, msgspec.structs.replace(fleet, lengths=None), candidates)
 
 
 @dataclass(frozen=True)
@@ -85,13 +94,17 @@ def sessions(traces: Path, count: int, seed: int) -> OpenLoop:
     return from_trace(replace(drawn, sessions=cut), count)
 
 
-def run(traces: Path, case: Shortage, name: str, seed: int) -> tuple[float, float]:
+def run(
+    traces: Path, case: Shortage, name: str, seed: int, lengths: str = "mean"
+) -> tuple[float, float]:
     """Return the mean seconds of a request, and the share of prompt tokens that were cached."""
-    policy: RoutingPolicy = MemoryFree() if name == FREE else load(name)
+    variants = {FREE: MemoryFree, CERTAIN: Certain}
+    policy: RoutingPolicy = variants[name]() if name in variants else load(name)
     setup = Setup(model="llama-3.1-8b", gpu="H200", blocks=case.blocks)
+    control = control_config("toll" if name in variants else name, {}, seed)
     result = Simulation(
         sessions(traces, case.sessions, seed), read_fleet(case.members), setup,
-        control_config("toll" if name == FREE else name, {}, seed), ClientConfig(), seed=seed,
+        msgspec.structs.replace(control, lengths={"predictor": lengths}), ClientConfig(), seed=seed,
         policy=policy, assess_every=1e9,
     ).run()  # fmt: skip
     prompts = sum(call.spec.prompt_tokens for call in result.done)
@@ -99,12 +112,13 @@ def run(traces: Path, case: Shortage, name: str, seed: int) -> tuple[float, floa
     return float(result.document()["e2e_s"]["mean"]), cached / prompts
 
 
-def rows(traces: Path, seeds: int) -> Iterator[str]:
+def rows(traces: Path, seeds: int, lengths: str) -> Iterator[str]:
     """Yield the lines of the table."""
+    names = (FREE, *POLICIES) if lengths == "mean" else (FREE, "toll", CERTAIN)
     for case in SHORTAGES:
         found = {
-            name: [run(traces, case, name, seed) for seed in range(1, seeds + 1)]
-            for name in (FREE, *POLICIES)
+            name: [run(traces, case, name, seed, lengths) for seed in range(1, seeds + 1)]
+            for name in names
         }
         base = [mean for mean, _ in found[FREE]]
         for name, each in found.items():
@@ -120,10 +134,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--lengths", choices=("mean", "online"), default="mean")
     options = parser.parse_args()
     warm_up()
     print(f"{'workload':<34}{'policy':<20}{'mean':>10}{'cached':>8}{'less memory free':>20}")
-    for line in rows(options.traces, options.seeds):
+    for line in rows(options.traces, options.seeds, options.lengths):
         print(line, flush=True)
 
 
