@@ -93,8 +93,8 @@ def order_key(
     if order == "shortest":
         uncached = max(1, request.prompt + generated - computed)
         left = max(1, request.expected - generated) + config.input_weight * uncached
-        waited = round(config.ageing * request.arrival)
-        return round(left * SECOND) + waited, request.arrival, number
+        key = round(left * SECOND) + round(config.ageing * request.arrival)
+        return key, request.arrival, number
     if order == "priority":
         return request.priority, request.arrival, number
     if order == "edf":
