@@ -242,7 +242,7 @@ def _prospect_of(
     step_s = itl_s(itl_law(table, d), n) + held_s
     next_step_s = itl_s(itl_law(table, d), n + 1.0) + held_s
     next_step_s += token_s * (prompt + 0.5 * output - mean)
-    longer_s = 0.5 * token_s * variance  # of N^2: the mean above the square of the mean
+    longer_s = 0.5 * token_s * variance  # mean of N^2 above the mean squared
     transfer_s = caches.fetch_s[p] if caches.fetch_s.shape[0] else 0.0
     stall_s, stored_s, later_s, missing = 0.0, 0.0, 0.0, float(prompt - caches.cached[d])
     law, interference = prefill_law(table, d), interference_law(table, d)

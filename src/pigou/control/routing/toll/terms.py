@@ -37,7 +37,7 @@ class Prospect(NamedTuple):
     prefill_stored_s: Numbers  # to compute again what a remote prefill worker stores of it; else 0
     # to compute again what the decode worker stores of it, output included.
     decode_stored_s: Numbers
-    decode_stored_variance: Numbers  # of these seconds, the output's length being uncertain
+    decode_stored_variance: Numbers  # squared seconds, as the output's length is uncertain
 
 
 class TollWeights(NamedTuple):
