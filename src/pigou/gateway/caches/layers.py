@@ -127,7 +127,7 @@ class CacheOption(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     quota: float = 0.5  # share of the bytes that one tenant holds at most
     policy: str = "price"  # eviction policy, as registered under `pigou.eviction`
     tenants: str = ""  # semantic: tenants answered without asking for it, with + between them; or *
-    threshold: float = 0.92  # semantic: least cosine similarity of two prompts
+    threshold: float = 0.7  # semantic: least cosine similarity of two prompts
     embedding: str = ""  # semantic: model at /v1/embeddings; empty for hashed n-grams
 
     def check(self) -> None:
@@ -137,7 +137,7 @@ class CacheOption(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         for name, value in (("quota", self.quota), ("threshold", self.threshold)):
             if not 0 < value <= 1:
                 raise ConfigError(f"cache {self.layer}: {name} is {value:g}; it must be in (0, 1]")
-        given = (self.tenants, self.embedding, self.threshold) != ("", "", 0.92)
+        given = (self.tenants, self.embedding, self.threshold) != ("", "", 0.7)
         if self.layer is not CacheLayer.SEMANTIC and given:
             raise ConfigError(
                 f"cache {self.layer}: tenants, threshold and embedding belong to semantic"

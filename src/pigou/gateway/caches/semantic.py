@@ -6,6 +6,7 @@ import re
 import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, TypeAlias
 
 import msgspec
@@ -21,17 +22,17 @@ Vector: TypeAlias = NDArray[np.float32]
 _WIDTH, _GRAM = 512, 3
 #: Vectors kept in all, and of texts that share everything else.
 _MAX_VECTORS, _MAX_GROUP = 8192, 512
-_WORDS = re.compile(r"\w+(?:['’]\w+)?|[<>=%€$£+*/-]")
+_WORDS = re.compile(r"\w+(?:['’]\w+)*|!=|[^\w\s.,;:!?'’\"“”`…]")
 _NUMBER = re.compile(r"\d+(?:[.,:/-]\d+)*")
-#: Words that turn a question round: negations, directions, questions and amounts.
-_TURNING_WORDS = """
-    no not never none nor neither without except unless cannot before after above below over
-    under more less most least fewer increase decrease up down in out on off open close enable
-    disable allow deny add remove start stop first last min max minimum maximum all any some
-    only from to into who whom whose what when where why which how always today yesterday
-    tomorrow now buy sell true false yes and or if
-"""
-_TURNING = frozenset(_TURNING_WORDS.split())
+#: What may be said or left out before a question, after it, and inside.
+_BEFORE = re.compile(
+    r"\A\s*(?:(?:hi|hello|hey|so|ok|okay)\b[\s,!.]*)?(?:please\s+)?"
+    r"(?:(?:can|could|would|will)\s+you\s+(?:please\s+)?)?(?:tell\s+me\s+)?(?:please\s+)?",
+    re.IGNORECASE,
+)
+_AFTER = (["please"], ["thanks"], ["thank", "you"])
+_FILLERS = frozenset(("a", "an", "the", "is", "are", "do", "does", "can", "could", "of"))
+_NEGATED = frozenset(("ca", "wo", "sha"))  # can't, won't, shan't
 
 
 def hashed_ngrams(text: str) -> Vector:
@@ -51,17 +52,28 @@ def unit(vector: Vector) -> Vector:
 
 
 def guard(text: str) -> tuple[str, ...]:
-    """Return what two texts must share in this order: numbers, turning words, signs and names."""
-    words = _WORDS.findall(text)
-    guards = []
-    for index, word in enumerate(words):
-        lower = word.lower()
-        is_name = any(letter.isupper() for letter in (word if index else word[1:]))
-        is_sign = not word[0].isalnum() and word[0] != "_"
-        if lower in _TURNING or lower.endswith(("n't", "n’t")) or is_name or is_sign:
-            guards.append(lower)
-        elif any(letter.isdigit() for letter in word):
-            guards.append(word)
+    """Return what two texts must share in this order: words, signs and numbers.
+
+    All words count but fillers, case and plurals, since a name may be written in lower case.
+    """
+    words, guards = _WORDS.findall(_BEFORE.sub("", text, count=1)), []
+    for ending in _AFTER:
+        if [word.lower() for word in words[-len(ending) :]] == ending:
+            del words[-len(ending) :]
+    for word in words:
+        lower = word.lower().replace("’", "'")
+        stem, _, end = lower.partition("'")
+        if end == "t" and stem.endswith("n"):
+            guards.append("not")
+            stem = "" if stem[:-1] in _NEGATED else stem[:-1]
+        elif lower == "cannot":
+            stem = "not"
+        elif end not in ("", "s", "re", "ll", "m", "ve", "d"):
+            stem = lower
+        is_filler = stem in _FILLERS and not (word.isupper() and len(word) > 1)
+        if stem and not is_filler:
+            plural = len(stem) > 3 and stem.endswith("s") and not stem.endswith("ss")
+            guards.append(stem[:-1] if plural else stem)
     return (*guards, *_NUMBER.findall(text))
 
 
@@ -78,6 +90,14 @@ class SemanticLookup:
     def content(self) -> bytes:
         """What the answer was made from."""
         return self.group + b"\0" + self.text.encode("utf-8", "surrogatepass")
+
+
+_Key: TypeAlias = tuple[Bound, bytes, bytes]
+
+
+def _key(lookup: SemanticLookup) -> _Key:
+    guards = "\0".join(guard(lookup.text)).encode("utf-8", "surrogatepass")
+    return lookup.bound, lookup.group, blake2b(guards, digest_size=16).digest()
 
 
 def split_text(parsed: ParsedRequest, content: bytes) -> tuple[bytes, str] | None:
@@ -102,14 +122,13 @@ class SemanticCache:
 
     def __init__(self, caches: Caches) -> None:
         self._caches = caches
-        self._groups: OrderedDict[tuple[Bound, bytes], dict[str, Vector]] = OrderedDict()
+        self._groups: OrderedDict[_Key, dict[str, Vector]] = OrderedDict()
         self._vectors = 0
 
     def find(self, lookup: SemanticLookup, max_age_s: float | None) -> tuple[bytes, float] | None:
         """Return an answer and its distance (1 - cosine); None if none is near enough."""
-        key = (lookup.bound, lookup.group)
+        key = _key(lookup)
         group = self._groups.get(key, {})
-        wanted = guard(lookup.text)
         threshold = self._caches.options[CacheLayer.SEMANTIC].threshold
         if group:
             self._groups.move_to_end(key)
@@ -118,8 +137,6 @@ class SemanticCache:
         for index in np.argsort(scores)[::-1].tolist():
             if scores[index] < threshold:
                 break
-            if guard(texts[index]) != wanted:
-                continue
             near = SemanticLookup(lookup.bound, lookup.group, texts[index], group[texts[index]])
             answer = self._caches.get(CacheLayer.SEMANTIC, lookup.bound, near.content, max_age_s)
             if answer is not None:
@@ -137,7 +154,7 @@ class SemanticCache:
         layer, bound = CacheLayer.SEMANTIC, lookup.bound
         if not self._caches.put(layer, bound, lookup.content, answer, size, cost_s):
             return
-        group = self._groups.setdefault((bound, lookup.group), {})
+        group = self._groups.setdefault(_key(lookup), {})
         self._vectors += lookup.text not in group
         group[lookup.text] = lookup.vector
         if len(group) > _MAX_GROUP:
