@@ -236,7 +236,9 @@ def pin_cached(state: EngineState, request: Request, lookahead: Ints) -> Ints:
         return NO_BLOCKS
     pinned = np.empty(len(blocks), dtype=np.int32)
     state.pool.take(blocks, pinned)
-    state.pinned[request.id] = PinnedBlocks(pinned, hashes[: len(pinned)].copy(), False)
+    state.pinned[request.id] = PinnedBlocks(
+        pinned, hashes[: len(pinned)].copy(), False, state.unix_ns, request.tenant
+    )
     return pinned
 
 

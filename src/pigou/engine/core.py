@@ -25,7 +25,7 @@ from pigou.engine.schedule_builder import NO_LOOKAHEAD
 from pigou.engine.scheduler import Scheduler
 from pigou.engine.sequence import Sequence, SequenceState, leading_hashes, order_key
 from pigou.engine.speculation import DraftPricer, add_drafts
-from pigou.engine.state import EngineState
+from pigou.engine.state import EngineState, PinnedBlocks
 from pigou.engine.token_eviction import check_scores
 from pigou.kv.tiers import Tiers
 from pigou.request import NEVER, AllBlocksCleared, FinishReason, Ints, Request, no_hashes
@@ -104,8 +104,11 @@ class EngineCore:
         key = order_key(request, self.config, self._number, computed=computed)
         return Sequence(request, key, hashes)
 
-    def abort(self, request: str) -> Effects:
-        """End a request or release its pins; blocks under load stay in use until `loaded`."""
+    def abort(self, request: str, *, turn_ended: bool = False) -> Effects:
+        """End a request or release its pins; blocks under load stay in use until `loaded`.
+
+        `turn_ended`: its text ended it, and its session may return.
+        """
         state = self._state
         seq = state.sequences.pop(request, None)
         if seq is None:
@@ -121,6 +124,8 @@ class EngineCore:
             state.free_slot(seq)
         else:
             state.starting = [s for s in state.starting if s.request != request]
+            if turn_ended and state.offload is not None:
+                state.offload.session_left(seq, state.rows.cached.item(seq.row))
             state.free_row(seq)
             state.stop(seq)
         return state.flush(Effects(finished=[state.finished(seq, FinishReason.ABORT)]))
@@ -288,6 +293,11 @@ class EngineCore:
     def held(self) -> int:
         """Prompts with pinned blocks, finished or cached."""
         return len(self._state.pinned)
+
+    @property
+    def pinned(self) -> tuple[PinnedBlocks, ...]:
+        """Blocks of held prompts, which nothing computes with."""
+        return tuple(self._state.pinned.values())
 
     @property
     def free_blocks(self) -> int:

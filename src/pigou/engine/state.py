@@ -20,6 +20,7 @@ from pigou.kv.memory_price import Floats, MemoryPrice
 from pigou.kv.prefix_cache import PrefixCache
 from pigou.kv.tiers import Tiers
 from pigou.request import (
+    SECOND,
     BlockHashes,
     BlockRemoved,
     BlockStored,
@@ -29,6 +30,9 @@ from pigou.request import (
     no_hashes,
 )
 
+#: Age at which pinned blocks count as idle.
+_IDLE_NS = 5 * SECOND
+
 
 class PinnedBlocks(NamedTuple):
     """Blocks referenced without a row: for a pull, or while something writes to them."""
@@ -36,6 +40,12 @@ class PinnedBlocks(NamedTuple):
     blocks: Ints  # ids in the order of the sequence, shape (n,)
     hashes: BlockHashes  # known hashes of the sequence, shape (known, 2)
     duplicates: bool  # whether some block of the sequence has its hash cached elsewhere
+    since: int = 0  # when they were pinned, nanoseconds since 1970
+    tenant: str = ""
+
+    def is_idle(self, unix_ns: int) -> bool:
+        """True if nothing was computed with them for 5 s."""
+        return unix_ns - self.since >= _IDLE_NS
 
 
 class EngineStats(msgspec.Struct):
@@ -242,8 +252,8 @@ class EngineState:
 
     def free_pinned(self, pinned: PinnedBlocks) -> None:
         """Free blocks pinned without a row."""
-        blocks, hashes, duplicates = pinned
-        self._release(blocks, 0, len(blocks), hashes, duplicates)
+        blocks = pinned.blocks
+        self._release(blocks, 0, len(blocks), pinned.hashes, pinned.duplicates)
 
     def free_copy_source(self, seq: Sequence) -> None:
         """Free the source of the copy to the row's last block."""
@@ -264,7 +274,9 @@ class EngineState:
     def pin_row(self, seq: Sequence, count: int) -> PinnedBlocks:
         """Return the first `count` blocks of a row, still referenced."""
         blocks = self.rows.tables[seq.row, :count].copy()
-        return PinnedBlocks(blocks, seq.hashes[:count], seq.duplicates)
+        return PinnedBlocks(
+            blocks, seq.hashes[:count], seq.duplicates, self.unix_ns, seq.request.tenant
+        )
 
     def forget(self, seq: Sequence) -> None:
         """Free the host blocks of a waiting sequence."""

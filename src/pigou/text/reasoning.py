@@ -80,6 +80,11 @@ class ThinkParser(ToolParser):
         events = self._content()
         return events if self._inner is None else events + self._inner.finish()
 
+    @property
+    def has_called(self) -> bool:
+        """True after the end of a call behind the reasoning."""
+        return self._inner is not None and self._inner.has_called
+
     def _begin(self) -> list[Event]:
         text = self._rest.lstrip()
         opened = next((tag for tag in self._family.opens if text.startswith(tag)), "")

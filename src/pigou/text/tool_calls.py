@@ -216,6 +216,11 @@ class ToolParser:
         """End the text; return held content."""
         raise NotImplementedError
 
+    @property
+    def has_called(self) -> bool:
+        """True if a call is complete, as far as the format shows it."""
+        return False
+
     def _content(self) -> list[Event]:
         raise NotImplementedError
 
@@ -260,6 +265,11 @@ class MarkedParser(ToolParser):
         events = self._say(rest)
         held, self._held = self._held.rstrip() if self.calls else self._held, ""
         return [*events, held] if held else events
+
+    @property
+    def has_called(self) -> bool:
+        """True after a call's end."""
+        return self.calls > 0 and self._state in (self._after, self._content)
 
     # --- content ----------------------------------------------------------------------------
 

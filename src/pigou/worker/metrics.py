@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from types import SimpleNamespace
@@ -121,6 +123,9 @@ _ENGINE_ROWS = (
         ("pigou_prefill_tokens", "Tokens of prompt chunks.", "gauges.prefill_tokens_total"),
     ),
 )  # fmt: skip
+_IDLE_ROWS = (
+    Row("pigou_kv_idle_tokens", "KV held for over 5 s that nothing computes with.", "tokens"),
+)
 #: Rows read from `WorkEstimate`.
 _WORK_ROWS = (
     *_counters(
@@ -200,6 +205,7 @@ class WorkerMetrics(MetricSet):
         self.prompt_tokens = self.cached_tokens = self.offered_tokens = self.loaded_tokens = 0
         self.generated_tokens = 0
         self.show(_ENGINE_ROWS, lambda: [((), self)])
+        self.show(_IDLE_ROWS, self._idle, "tenant")
         if work is not None:
             self.show(_WORK_ROWS, lambda: [((), work)])
         tokens = _token_buckets(max_model_len)
@@ -238,6 +244,13 @@ class WorkerMetrics(MetricSet):
                     yield family(row.name, row.help, samples, *names)
 
         self.scrape(families)
+
+    def _idle(self) -> list[tuple[tuple[str, ...], SimpleNamespace]]:
+        now, tokens = time.time_ns(), defaultdict(float, {"": 0.0})
+        for pinned in self.gauges.pinned:
+            if pinned.is_idle(now):
+                tokens[pinned.tenant] += len(pinned.blocks) * self.block_tokens
+        return [((tenant,), SimpleNamespace(tokens=held)) for tenant, held in tokens.items()]
 
     def show_tiers(self, tiers: OffloadConnector) -> None:
         """Register each tier's metrics."""

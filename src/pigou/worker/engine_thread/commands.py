@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.engine.plan import Finished, Plan, Result
-from pigou.engine.state import EngineStats
+from pigou.engine.state import EngineStats, PinnedBlocks
 from pigou.kv.block import Block
 from pigou.request import BlockHashes, Ints, Request, SamplingParams
 from pigou.runtime.step_output import RankedLogprobs, StepOutput
@@ -43,6 +43,7 @@ class Abort(msgspec.Struct, frozen=True):
     """Abort a request."""
 
     request: str
+    turn_ended: bool = False  # its text ended it
 
 
 class Release(msgspec.Struct, frozen=True):
@@ -131,6 +132,7 @@ class Gauges(msgspec.Struct):
     added_total: int = 0  # requests accepted or refused, as of `waiting`
     loading: int = 0
     held: int = 0
+    pinned: tuple[PinnedBlocks, ...] = ()
     free: int = 0
     cached: int = 0
     table_blocks: int = 0
@@ -163,7 +165,7 @@ class Gauges(msgspec.Struct):
         self.running, self.loading = core.running - core.loading, core.loading
         self.waiting, self.added_total = core.waiting, added
         self.free, self.usage = core.free_blocks, core.usage
-        self.held, self.cached = core.held, core.cached_blocks
+        self.held, self.cached, self.pinned = core.held, core.cached_blocks, core.pinned
 
     def read(self, core: EngineCore, plan: Plan, added: int) -> None:
         """Read all metrics at a plan's start."""

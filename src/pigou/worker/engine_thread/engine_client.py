@@ -257,8 +257,8 @@ class EngineClient:
                 self._follow(request)
             metrics.token(sequence, now)
             try:
-                if reply.take(sequence, token, logprobs) and sequence.choice.stopped_by_text:
-                    self._put(Abort(request))
+                if reply.take(sequence, token, logprobs) and sequence.choice.is_cut:
+                    self._put(Abort(request, turn_ended=True))
             except Exception as error:
                 self._broke(request, reply, error)
         metrics.generated_tokens += len(report.tokens)

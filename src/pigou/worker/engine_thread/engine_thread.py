@@ -141,8 +141,8 @@ class EngineThread:
         match command:
             case Add():
                 self._add(command)
-            case Abort(request):
-                self._abort(request)
+            case Abort(request, turn_ended):
+                self._abort(request, turn_ended)
             case Release(request):
                 self._take(self._core.release(request))
             case LeaseCached(request=core_request):
@@ -204,10 +204,10 @@ class EngineThread:
             self.transfers.decline(add.ticket)
         self._out.failed.append(Failed(add.request.id, status, message, type))
 
-    def _abort(self, request: str) -> None:
+    def _abort(self, request: str, turn_ended: bool) -> None:
         self._decline(request)
         self.transfers.cancel(request)
-        self._take(self._core.abort(request))
+        self._take(self._core.abort(request, turn_ended=turn_ended))
 
     def _decline(self, request: str) -> None:
         add = self._adds.get(request)

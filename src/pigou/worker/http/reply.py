@@ -128,6 +128,7 @@ class Reply:
         ended = choice.finish is not None
         if message is not None:
             delta = message.feed(text, ended)
+            ended = ended or (message.is_over and choice.end_at_call())
         elif self._text_only and not ended and sequence.opened:
             self._frames.append(self._stream.text(sequence.index, text))
             self._wake.set()

@@ -47,7 +47,7 @@ class SequenceOutput:
 
     __slots__ = (
         "_detokenizer", "_end_tokens", "_eos", "_max_tokens", "_min_tokens", "_options", "_stops",
-        "_tokenizer", "count", "finish", "replayed", "stop", "tokens",
+        "_tokenizer", "called", "count", "finish", "replayed", "stop", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +67,7 @@ class SequenceOutput:
             self._stops = Stops(options.stops, options.include_stop, params.min_tokens)
         self.tokens: list[int] = []
         self.count = 0
+        self.called = False  # ended behind its only tool call
         self.finish: str | None = None
         self.stop: str | int | None = None
         self.replayed = [self.take(token) for token in resumed]  # text of each
@@ -91,8 +92,20 @@ class SequenceOutput:
 
     @property
     def stopped_by_text(self) -> bool:
-        """True if a stop string ended it, which the engine does not know."""
+        """True if a stop string ended it."""
         return isinstance(self.stop, str)
+
+    @property
+    def is_cut(self) -> bool:
+        """True if its text ended it, which the engine does not know."""
+        return self.called or self.stopped_by_text
+
+    def end_at_call(self) -> bool:
+        """End the choice behind a tool call, if `min_tokens` came."""
+        if self.count >= self._min_tokens:
+            self.called = True
+            self.end("stop")
+        return self.called
 
     def end(self, reason: str) -> str:
         """End the choice; return the held-back text."""
@@ -218,6 +231,11 @@ class MessageStream:
         if ended:
             events += self._parser.finish()
         return self._take(events)
+
+    @property
+    def is_over(self) -> bool:
+        """True if the only call that the client wants is complete."""
+        return self._single and self._parser.has_called
 
     def _take(self, events: list[Event]) -> Json:
         content, thought, pieces = "", "", dict[int, Json]()
