@@ -82,9 +82,10 @@ def _playbook(mode: FailureMode) -> str:
         "",
         *(f"{number}. {step}" for number, step in enumerate(mode.look, 1)),
         "",
-        f"**Do now:** {mode.text(mode.smallest_fix)}  ",
-        f"**Build:** {mode.text(mode.remedy)}",
+        f"**Do now:** {mode.text(mode.smallest_fix)}",
     ]
+    if mode.remedy:
+        rows[-1:] = [f"{rows[-1]}  ", f"**Build:** {mode.text(mode.remedy)}"]
     if mode.follows:
         names = ", ".join(f"{number} ({MODES[number].name})" for number in mode.follows)
         rows += ["", f"Often follows from it, and goes with it: {names}."]

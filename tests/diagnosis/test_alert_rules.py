@@ -22,11 +22,22 @@ SERIES = {
         'vllm:num_preemptions_total{worker="a"}': "0+60x30"},
     4: {'vllm:prefix_cache_hits_total{worker="a"}': "0+600x75 45000+6x30",
         'vllm:prefix_cache_queries_total{worker="a"}': "0+1000x110"},
+    5: {'pigou_cache_stale_hits_total{layer="semantic"}': "0+1x30",
+        'pigou_cache_hits_total{layer="semantic"}': "0+10x30"},
     6: {"pigou_requests_queued": "0+60x30"},
     7: {f'pigou_inter_token_latency_seconds_bucket{{le="{le}"}}': f"0+{count}x30"
         for le, count in (("0.01", 60), ("0.1", 90), ("1", 100), ("+Inf", 100))}
     | {'pigou_game_prefill_busy_ratio{worker="d"}': "0.5x30",
        'pigou_worker_up{worker="d",role="decode"}': "1x30"},
+    8: {'pigou_prompt_wait_seconds_bucket{length="short",le="0.1"}': "0+100x75 7500x35",
+        'pigou_prompt_wait_seconds_bucket{length="short",le="5"}': "0+100x75 7500+100x35",
+        'pigou_prompt_wait_seconds_bucket{length="short",le="+Inf"}': "0+100x75 7500+100x35",
+        "pigou_prompt_longest_tokens": "900x75 60000x35"},
+    9: {'pigou_prompt_wait_seconds_bucket{length="short",le="0.1"}': "0+100x30",
+        'pigou_prompt_wait_seconds_bucket{length="short",le="+Inf"}': "0+100x30",
+        'pigou_queue_wait_seconds_bucket{le="0.1"}': "0+100x30",
+        'pigou_queue_wait_seconds_bucket{le="+Inf"}': "0+100x30",
+        "pigou_prompt_longest_wait_seconds": "0+20x30"},
     10: {"pigou_requests_queued": "5x30", 'pigou_worker_kv_usage_ratio{worker="a"}': "0.2x30",
          'pigou_game_expected_itl_seconds{worker="a"}': "0.01x30"},
     11: {'pigou_generation_tokens_total{tenant="a"}': "0+900x30",
@@ -38,6 +49,8 @@ SERIES = {
          "pigou_requests_queued": "5x30"},
     13: {'pigou_stream_stalls_total{cause="client"}': "0+1x30",
          'pigou_stream_stalls_total{cause="engine"}': "0x30"},
+    14: {'pigou_kv_idle_tokens{worker="a",tenant="x"}': "4000x30",
+         'pigou_kv_blocks{worker="a"}': "1000x30", 'pigou_kv_block_tokens{worker="a"}': "16x30"},
     15: {'pigou_lora_loads_total{worker="a"}': "0+60x30",
          'pigou_lora_load_seconds_total{worker="a"}': "0+24x30"}
     | {f'pigou_time_to_first_token_seconds_bucket{{le="{le}"}}': f"0+{count}x30"
@@ -65,6 +78,15 @@ HEALTHY = {
     'vllm:prefix_cache_hits_total{worker="a"}': "0+600x30",
     'vllm:prefix_cache_queries_total{worker="a"}': "0+1000x30",
     "pigou_requests_queued": "0 3 1 0 4 0x26",
+    'pigou_cache_stale_hits_total{layer="semantic"}': "0+1x30",
+    'pigou_cache_hits_total{layer="semantic"}': "0+100x30",
+    **{f'pigou_prompt_wait_seconds_bucket{{length="short",le="{le}"}}': f"0+{count}x30"
+       for le, count in (("0.1", 50), ("1", 100), ("+Inf", 100))},
+    "pigou_prompt_longest_tokens": "60000x30", "pigou_prompt_longest_wait_seconds": "3x30",
+    'pigou_queue_wait_seconds_bucket{le="0.1"}': "0+100x30",
+    'pigou_queue_wait_seconds_bucket{le="+Inf"}': "0+100x30",
+    'pigou_kv_idle_tokens{worker="a",tenant="x"}': "900x30",
+    'pigou_kv_blocks{worker="a"}': "1000x30", 'pigou_kv_block_tokens{worker="a"}': "16x30",
     "pigou_requests_repeated_total": "0+1x30", "pigou_requests_shed_total": "0x30",
     'pigou_requests_total{route="/v1/completions",status="200"}': "0+600x30",
     'pigou_requests_total{route="/v1/completions",status="502"}': "0+1x30",
@@ -96,6 +118,16 @@ def test_each_mode_has_a_playbook_and_links_to_it_work() -> None:
     assert max(map(len, page.split("\n## "))) < 1800, "a playbook is one screen"
 
 
+def test_playbooks_and_alerts_name_metrics_that_are_exported() -> None:
+    """`docs/reference/metrics.md` has what gateways and workers export, by other tests."""
+    docs = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    known = set(re.findall(r"`((?:pigou_|vllm:)\w+)`", docs))
+    for mode in MODES.values():
+        text = " ".join((mode.alert, mode.smallest_fix, *mode.look))
+        for name in re.findall(r"(?<!\w)(?:pigou_|vllm:)\w+", text):
+            assert re.sub(r"_(bucket|sum|count)$", "", name) in known, (mode.name, name)
+
+
 def test_promtool_takes_the_alerts_and_they_fire(tmp_path: Path) -> None:
     program = shutil.which("promtool")
     if program is None:
@@ -109,7 +141,7 @@ def test_promtool_takes_the_alerts_and_they_fire(tmp_path: Path) -> None:
             "input_series": [{"series": k, "values": v} for k, v in SERIES[mode].items()],
             "promql_expr_test": [{
                 "expr": f'count(ALERTS{{alertname="{alerts[mode]}",alertstate="firing"}}) > bool 0',
-                "eval_time": "80m" if mode == 4 else "20m",
+                "eval_time": "80m" if mode in (4, 8) else "20m",
                 "exp_samples": [{"labels": "{}", "value": 1}],
             }],
         }

@@ -34,7 +34,7 @@ def scrape(at_s: float, *, ok: int, bad: int, preemptions: int, restarts: int = 
     page = GATEWAY.format(ok=ok, bad=bad, queued=ok / 10, tokens=ok * 5)
     table = {"workers": [{"id": "d", "role": "decode", "restarts": restarts,
                           "out_of_memory": restarts // 2}],
-             "queued_by_tenant": {"bert": 2}}  # fmt: skip
+             "waiting_by_tenant": {"bert": 2}}  # fmt: skip
     pages = {"d": MetricPage.read(WORKER.format(preemptions=preemptions))}
     return FleetScrape(at_s, MetricPage.read(page), pages, msgspec.convert(table, WorkersTable))
 

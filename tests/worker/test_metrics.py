@@ -50,6 +50,11 @@ def test_every_metric_of_a_worker_is_documented() -> None:
     exported = {each.name + "_total" * (each.type == "counter") for each in families}
     optional = (*TIER_ROWS, *_EXPERT_ROWS, *_DRAFT_ROWS, *_POSITION_ROWS)  # of some workers
     counters = {"pigou_device_energy_joules_total"}  # where the device has one
-    counters |= {"pigou_lora_loads_total", "pigou_lora_load_seconds_total"}  # with adapters
+    counters |= {
+        "pigou_lora_loads_total",
+        "pigou_lora_load_seconds_total",
+        "vllm:lora_requests_info",
+        "vllm:lora_adapter_loaded",
+    }  # with adapters
     others = {row.name + "_total" * row.counter for row in optional}
     assert exported | others | counters == named

@@ -142,7 +142,9 @@ def _show_finding(console: Console, finding: ModeFinding) -> None:
     for row in finding.evidence:
         console.print(f"  {_figure(row)}")
     if not finding.follows_from:
-        console.print(f"  fix:    {finding.smallest_fix}\n  remedy: {finding.remedy}")
+        console.print(f"  fix:    {finding.smallest_fix}")
+        if finding.remedy:
+            console.print(f"  remedy: {finding.remedy}")
 
 
 def _figure(row: ModeEvidence) -> str:

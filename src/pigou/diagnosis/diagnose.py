@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import groupby, pairwise
@@ -24,7 +25,7 @@ from pigou.diagnosis.mode import (
     stretch,
 )
 from pigou.diagnosis.modes import MODES
-from pigou.windows.observations import FleetObservation, TenantObservation, WorkerObservation
+from pigou.windows.observations import FleetObservation, WorkerObservation
 
 #: Long prompts, in medians of the windows' longest prompts.
 _LONG = 4.0
@@ -131,12 +132,18 @@ def tool_wait(series: Series, mode: FailureMode) -> ModeFinding | None:
 
     def evidence(workers: list[WorkerObservation], _: float) -> list[ModeEvidence]:
         name = workers[0].worker
-        return [
-            ModeEvidence(
-                "idle share of the pool", mean(map(idle, workers)), "", limits["idle"], name
-            ),
+        held: Counter[str] = Counter()
+        for tenant in (tenant for window in series for tenant in window.tenants):
+            held[tenant.tenant] += round(tenant.idle_tokens)
+        share = mean(map(idle, workers))
+        rows = [
+            ModeEvidence("idle share of the pool", share, "", limits["idle"], name),
             ModeEvidence("KV usage", mean(w.kv_usage for w in workers), "", None, name),
         ]
+        return rows + [
+            ModeEvidence("its tenant's share", tokens / held.total(), "", None, tenant)
+            for tenant, tokens in held.most_common(1) if tokens
+        ]  # fmt: skip
 
     return _per_worker(series, mode, lambda worker, _: idle(worker) > limits["idle"], evidence)
 
@@ -283,15 +290,16 @@ def _limit(fair: float, times: float) -> float:
 
 
 def _shares(window: FleetObservation, name: str) -> tuple[float, float]:
-    def used(tenant: TenantObservation) -> float:
-        return tenant.tokens if tenant.kv_token_s is None else tenant.kv_token_s
-
-    total = sum(used(t) for t in window.tenants)
     weights = sum(t.weight for t in window.tenants)
     own = [t for t in window.tenants if t.tenant == name]
-    if not own or not total:
+    if not own:
         return 0.0, 1.0
-    return used(own[0]) / total, own[0].weight / weights
+    shares = [
+        (getattr(own[0], used) or 0.0) / total
+        for used in ("tokens", "kv_token_s")
+        if (total := sum(getattr(t, used) or 0.0 for t in window.tenants))
+    ]
+    return max(shares, default=0.0), own[0].weight / weights
 
 
 def retry_storm(series: Series, mode: FailureMode) -> ModeFinding | None:

@@ -65,6 +65,10 @@ class MetricPage:
         values = [value for _, value in self._samples.get(name, ()) if math.isfinite(value)]
         return sum(values) / len(values) if values else None
 
+    def most(self, name: str) -> float | None:
+        """Return the largest of a metric's samples; None without any."""
+        return max((v for _, v in self._samples.get(name, ()) if math.isfinite(v)), default=None)
+
     def labels(self, name: str) -> list[Mapping[str, str]]:
         """Return the labels of a metric's samples."""
         return [labels for labels, _ in self._samples.get(name, ())]

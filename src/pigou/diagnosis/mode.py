@@ -24,8 +24,8 @@ class FailureMode(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
     signal: str
     limits: dict[str, float] = {}  # `seconds` is how long the signal must last
-    smallest_fix: str
-    remedy: str
+    smallest_fix: str  # by options that exist
+    remedy: str = ""  # what no option does
     look: tuple[str, ...]  # playbook steps in order
     # modes that often follow; with it they are no findings of their own
     follows: tuple[int, ...] = ()

@@ -6,6 +6,9 @@ from pigou.diagnosis.mode import FailureMode
 
 #: Label of requests for work: probes and pages are counted beside them.
 _WORK = 'route=~"/v1/completions|/v1/chat/completions|other"'
+#: Layers whose hits are answers; waits of short prompts.
+_ANSWERS = '{{layer=~"answer|semantic"}}'
+_SHORT = 'pigou_prompt_wait_seconds_bucket{{length="short"}}'
 _MODES = (
     FailureMode(
         number=1, name="out of memory",
@@ -28,8 +31,8 @@ _MODES = (
         signal="KV usage of a worker over {kv_usage:.0%} and preemptions, for {seconds:.0f} s.",
         limits={"kv_usage": 0.9, "seconds": 20},
         smallest_fix="Lower the running cap (--max-seqs, --max-inflight-tokens) until preemptions "
-        "stop.",
-        remedy="Admission by projected KV; the price of memory in the toll; more KV memory.",
+        "stop; admit by predicted outputs (--lengths online).",
+        remedy="More KV memory.",
         look=("`vllm:num_preemptions_total` and `vllm:kv_cache_usage_perc` of each worker.",
               "Lengths of outputs: did they grow?",
               "Whether one tenant holds the pool (mode 11)."),
@@ -44,9 +47,8 @@ _MODES = (
         signal="Room in used blocks over {waste:.0%} of the pool for {seconds:.0f} s, or "
         "allocations that fail with over {free:.0%} free.",
         limits={"waste": 0.04, "free": 0.1, "seconds": 30},
-        smallest_fix="Restart the worker (contiguous allocators), or give it smaller blocks "
+        smallest_fix="Restart the worker (contiguous allocators), or give it smaller paged blocks "
         "(--block-size 16).",
-        remedy="Paged blocks of 16 tokens.",
         look=("Block size beside the mean length of sequences.",
               "`pigou_kv_blocks` and `pigou_kv_blocks_free` beside the tokens held."),
     ),
@@ -54,14 +56,19 @@ _MODES = (
         number=14, name="tool-wait amplification",
         symptom="Agents get slower together; the pool is full while little is computed.",
         cause="Sequences keep their KV while their tools run.",
-        signal="KV of requests that compute nothing for over 30 s fills over {idle:.0%} of a pool "
-        "for {seconds:.0f} s.",
+        signal="KV that nothing computed with for over 5 s fills over {idle:.0%} of a pool, for "
+        "{seconds:.0f} s.",
         limits={"idle": 0.2, "seconds": 30},
-        smallest_fix="Offload idle sessions (--tier host=SIZE); shorten the lease (--kv-lease).",
-        remedy="Release on wait: end the request at the tool call, and let the prefix cache and "
-        "its tiers bring it back.",
-        look=("`pigou_kv_requests_held` of each worker.",
+        smallest_fix="Release on wait: end requests at the tool call "
+        "(`parallel_tool_calls: false`), and let a tier bring KV back (--tier host=SIZE); "
+        "shorten the lease (--kv-lease).",
+        look=("`pigou_kv_idle_tokens` of each worker, by tenant; `pigou_kv_requests_held`.",
               "KV usage beside running requests: full with nothing running is held."),
+        follows=(2, 4, 6),
+        alert=(
+            "sum by (instance, worker) (pigou_kv_idle_tokens) > {idle} * "
+            "sum by (instance, worker) (pigou_kv_blocks * pigou_kv_block_tokens)"
+        ),
     ),
     FailureMode(
         number=15, name="adapter memory pressure",
@@ -70,8 +77,7 @@ _MODES = (
         signal="Over {loads} adapter loads a second, each over {share:.0%} of the median TTFT, for "
         "{seconds:.0f} s.",
         limits={"loads": 0.1, "share": 0.1, "seconds": 30},
-        smallest_fix="Pin the adapters in use; send each to the same workers.",
-        remedy="Placement of adapters on workers by use.",
+        smallest_fix="Pin the adapters in use; place them by use (--place-adapters).",
         look=("`pigou_lora_loads_total` and `vllm:lora_adapter_loaded` of each worker.",
               "`vllm:lora_requests_info`: adapters that run and wait; `max_lora`: its slots."),
         alert="rate(pigou_lora_loads_total[5m]) > {loads} and "
@@ -87,8 +93,7 @@ _MODES = (
         "than to recompute.",
         limits={"slow": 0.1, "reads": 10, "seconds": 30},
         smallest_fix="Stop offloading: take the slowest tier out.",
-        remedy="Restore only what is cheaper than to recompute (Pigou does, by measured costs: see "
-        "what was measured); a faster link.",
+        remedy="A faster link: Pigou restores only what is quicker than to recompute.",
         look=("`pigou_tier_queued_blocks`: reads that wait for the link.",
               "`pigou_tier_restored_blocks_total` beside TTFT."),
         follows=(6, 10),
@@ -104,11 +109,13 @@ _MODES = (
         "{count:.0f} requests at least.",
         limits={"drop": 0.5, "prefill": 1.5, "requests": 1.5, "known": 0.1, "count": 30,
                 "seconds": 30},
-        smallest_fix="Freeze the template; move what changes behind what does not.",
-        remedy="`pigou diagnose --prefixes TRACE` names the block that diverges; ask for "
-        "`x-pigou-prefix-advice`.",
+        smallest_fix="Freeze the template, and move what changes behind what does not: "
+        "`pigou diagnose --prefixes TRACE` and the header `x-pigou-prefix-advice` name it; "
+        "--cache context=SIZE orders the parts.",
         look=("`pigou diagnose --prefixes JOURNAL`.", "What was released when the ratio fell.",
-              "Whether workers were restarted: their caches were empty then."),
+              "Whether workers were restarted: their caches were empty then.",
+              "`pigou_session_blocks_retained_total` beside `pigou_session_blocks_returned_total`: "
+              "a pool too small for paused sessions loses blocks as well (--tier host=SIZE)."),
         follows=(6, 7, 18),
         alert="sum(rate(vllm:prefix_cache_hits_total[5m])) / "
         "sum(rate(vllm:prefix_cache_queries_total[5m])) < {drop} * "
@@ -126,9 +133,19 @@ _MODES = (
         signal="Over {stale:.0%} of at least {answers:.0f} cached answers older than their "
         "sources, or over {disliked:.0%} of as many judged answers disliked.",
         limits={"stale": 0.05, "disliked": 0.2, "answers": 20},
-        smallest_fix="Flush the semantic cache; raise its threshold.",
-        remedy="Tenure: bind an entry's life to the release of its sources.",
-        look=("The release of the corpus beside the age of entries.", "Users' thumbs-down."),
+        smallest_fix="Void entries (POST /v1/manifest); raise `threshold` of "
+        "--cache semantic=SIZE; bind entries to their sources (header X-Pigou-Tenure-Corpus).",
+        look=("`pigou_cache_stale_hits_total` beside `pigou_cache_hits_total`; "
+              "`pigou_answer_ratings_total`.",
+              "The release of the corpus beside the age of entries."),
+        alert=(
+            f"sum(increase(pigou_cache_stale_hits_total{_ANSWERS}[1h])) > {{stale}} * "
+            f"sum(increase(pigou_cache_hits_total{_ANSWERS}[1h])) and "
+            f"sum(increase(pigou_cache_hits_total{_ANSWERS}[1h])) >= {{answers}} or "
+            'sum(increase(pigou_answer_ratings_total{{rating="down"}}[1h])) > {disliked} * '
+            "sum(increase(pigou_answer_ratings_total[1h])) and "
+            "sum(increase(pigou_answer_ratings_total[1h])) >= {answers}"
+        ),
     ),
     FailureMode(
         number=11, name="noisy neighbour",
@@ -137,9 +154,11 @@ _MODES = (
         signal="A tenant with over {times} times its weight's share of KV or tokens while others "
         "wait, for {seconds:.0f} s.",
         limits={"times": 2.0, "waiting": 0.5, "seconds": 30},
-        smallest_fix="Cap its requests at the workers (`sequences` of its key).",
-        remedy="`--admission fair`, with weights; its `reserve` of each worker for the others.",
-        look=("`pigou_generation_tokens_total` by tenant.", "`pigou_requests_queued`."),
+        smallest_fix="Cap its requests at the workers (`sequences` of its key) and its tokens "
+        "(--key-budget minute.tokens=N); serve by tenant (--admission fair or drf, "
+        "--tenant-weights).",
+        look=("`pigou_generation_tokens_total` by tenant; GET /workers: `waiting_by_tenant`, "
+              "`held_tokens_by_tenant`.", "`pigou_requests_queued`."),
         follows=(6, 18),
         alert="max(sum by (tenant) (rate(pigou_generation_tokens_total[5m]))) / "
         "sum(rate(pigou_generation_tokens_total[5m])) > {times} / "
@@ -170,8 +189,7 @@ _MODES = (
         cause="There are more replicas than traffic; batches are small.",
         signal="Workers busy under {busy:.0%} and nobody waits, for {seconds:.0f} s.",
         limits={"busy": 0.3, "waiting": 0.05, "seconds": 600},
-        smallest_fix="Run fewer replicas.",
-        remedy="Pool traffic of tenants and models; the planner (`--planner`).",
+        smallest_fix="Run fewer replicas, or let --planner price do; pool models (--model-pool).",
         look=("`pigou_worker_running` over the day.", "GET /plan."),
         alert="avg(avg_over_time(pigou_worker_running[10m])) < {busy} and "
         "max(max_over_time(pigou_requests_queued[10m])) == 0 and "
@@ -184,9 +202,8 @@ _MODES = (
         cause="Nothing is refused when memory and queue are full.",
         signal="Requests fail while the queue grows, and none is refused, for {seconds:.0f} s.",
         limits={"failures": 3, "waiting": 10, "seconds": 30},
-        smallest_fix="Restart the workers, with a bound of the queue (--max-queued).",
-        remedy="Admission by load and memory (--max-inflight, --max-inflight-tokens, "
-        "--queue-timeout).",
+        smallest_fix="Restart the workers, with bounds (--max-queued, --max-inflight, "
+        "--max-inflight-tokens, --queue-timeout).",
         look=("`pigou_requests_failed_total` by reason.",
               "`pigou_requests_shed_total`: 0 means that nothing is refused."),
         follows=(1, 2, 6, 12, 18),
@@ -201,8 +218,8 @@ _MODES = (
         signal="Requests that wait grow over three windows, {growth:.0f} at least, and more arrive "
         "than are served.",
         limits={"growth": 10.0, "rho": 1.0, "windows": 3},
-        smallest_fix="Refuse what matters less (priority classes, --max-queued).",
-        remedy="Scale on the time in the queue (`--planner`).",
+        smallest_fix="Refuse what matters less (--admission priority, --max-queued); scale "
+        "(--planner price).",
         look=("`pigou_requests_queued`.", "Whether batches are full (modes 10, 18)."),
         alert="deriv(sum(pigou_requests_queued)[1m:10s]) > 0 and "
         "sum(pigou_requests_queued) > {growth}",
@@ -214,8 +231,7 @@ _MODES = (
         signal="ITL P99 over {ratio} times P50, with steps of prompts over {step} times P50 on "
         "workers that decode, for {seconds:.0f} s.",
         limits={"ratio": 3.0, "step": 3.0, "share": 0.02, "seconds": 30},
-        smallest_fix="Smaller chunks (--max-batched-tokens).",
-        remedy="Disaggregate prefill and decode.",
+        smallest_fix="Smaller chunks (--max-batched-tokens); prefill workers (--prefill N).",
         look=("`pigou_inter_token_latency_seconds`: P50 and P99.",
               "`pigou_game_prefill_busy_ratio` of workers that decode."),
         follows=(13,),
@@ -234,9 +250,17 @@ _MODES = (
         signal="The wait of short prompts follows the longest prompt in computation (correlation "
         "over {correlation}), and is over {times} times that of other windows and {wait_s} s.",
         limits={"correlation": 0.5, "times": 3.0, "wait_s": 0.25, "windows": 6},
-        smallest_fix="Another order (--admission shortest).",
-        remedy="Order by predicted length; workers of their own for long prompts.",
-        look=("GET /decisions: prompts before a slow one.", "Order of the queue."),
+        smallest_fix="Another order (--admission shortest-remaining), a lane for long prompts "
+        "(--long-lane).",
+        look=("`pigou_prompt_wait_seconds` of short prompts beside `pigou_prompt_longest_tokens`.",
+              "GET /decisions: prompts before a slow one."),
+        alert=(
+            f"histogram_quantile(0.95, sum by (le) (rate({_SHORT}[2m]))) > {{wait_s}} and "
+            f"histogram_quantile(0.95, sum by (le) (rate({_SHORT}[2m]))) > {{times}} * "
+            f"histogram_quantile(0.95, sum by (le) (rate({_SHORT}[1h]))) and "
+            "on () max(max_over_time(pigou_prompt_longest_tokens[2m])) > "
+            "4 * max(quantile_over_time(0.25, pigou_prompt_longest_tokens[1h]))"
+        ),
     ),
     FailureMode(
         number=9, name="long-context starvation",
@@ -245,11 +269,18 @@ _MODES = (
         signal="The longest wait of a long prompt over {times} times the median and twice the P95 "
         "of short ones, and over {wait_s:.0f} s, for {seconds:.0f} s.",
         limits={"times": 5.0, "wait_s": 10.0, "seconds": 30},
-        smallest_fix="Another order (--admission fcfs), or more ageing "
-        "(--admission shortest,ageing=5000).",
-        remedy="Weighted fair queueing (`--admission fair`); workers for long prompts alone.",
-        look=("Order of the queue (--admission shortest starves).", "Waits by prompt length."),
+        smallest_fix="Another order (--admission fair, or fcfs), more ageing "
+        "(--admission shortest,ageing=5000), a lane for long prompts (--long-lane).",
+        look=("`pigou_prompt_longest_wait_seconds` beside short ones' `pigou_prompt_wait_seconds`.",
+              "Order of the queue (--admission shortest starves)."),
         follows=(6,),
+        alert=(
+            "max(pigou_prompt_longest_wait_seconds) > {wait_s} and "
+            "max(pigou_prompt_longest_wait_seconds) > {times} * "
+            "histogram_quantile(0.5, sum by (le) (rate(pigou_queue_wait_seconds_bucket[5m]))) and "
+            "max(pigou_prompt_longest_wait_seconds) > "
+            f"2 * histogram_quantile(0.95, sum by (le) (rate({_SHORT}[5m])))"
+        ),
     ),
     FailureMode(
         number=10, name="batch inefficiency",
@@ -259,8 +290,6 @@ _MODES = (
         "and requests waiting, for {seconds:.0f} s.",
         limits={"share": 0.25, "kv_usage": 0.8, "waiting": 1.0, "full": 0.8, "seconds": 30},
         smallest_fix="Raise the caps (--max-seqs, --max-inflight).",
-        remedy="Continuous batching, with caps that follow measured latency "
-        "(concurrency limits of the gateway).",
         look=("`vllm:num_requests_running` beside max_num_seqs.", "`pigou_requests_queued`."),
         follows=(6,),
         alert="sum(pigou_requests_queued) > 0 and max(pigou_worker_kv_usage_ratio) < 0.5 and "
@@ -275,8 +304,7 @@ _MODES = (
         signal="A step without prompts over {times:.0f} times ITL P50 and {stall_s} s (engine), or "
         "a client that took nothing for as long (slow reader).",
         limits={"times": 10.0, "stall_s": 0.2},
-        smallest_fix="Engine: look at its host. Slow reader: --client-timeout.",
-        remedy="Drop slow readers; drain workers that stall.",
+        smallest_fix="Engine: look at its host, drain the worker. Slow reader: --client-timeout.",
         look=("`pigou_stream_stalls_total` by cause.", "GET /workers: heartbeat of the worker.",
               "CPU of the worker's host."),
         alert='sum(increase(pigou_stream_stalls_total{{cause="client"}}[5m])) > 0 or '
@@ -289,8 +317,8 @@ _MODES = (
         signal="As many arrive as are served (over {rho:.0%}), decode batches at the knee, tokens "
         "a second flat within {flat:.0%}, requests waiting, for {seconds:.0f} s.",
         limits={"rho": 0.95, "flat": 0.15, "knee": 0.9, "waiting": 0.1, "seconds": 60},
-        smallest_fix="Send what is over to a fallback (`overflow`).",
-        remedy="More replicas.",
+        smallest_fix="Send what is over to a fallback (`overflow` of --model-pool); more replicas "
+        "(--planner price).",
         look=("`pigou_game_saturation_state` is 2.", "Tokens a second beside requests waiting."),
         follows=(6,),
         alert="max(pigou_game_saturation_state) == 2 and sum(pigou_requests_queued) > 0 and "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
@@ -133,6 +132,7 @@ class FleetStatus:
     def view(self) -> dict[str, Any]:
         """Return the fleet's table, for `/workers`."""
         status, prices = self.prices()
+        waiting, held = self._plane_driver.tenant_loads()
         priced = {price.worker: price for price in prices}
         workers = [
             msgspec.to_builtins(row) | self._load(row) | _priced(priced.get(row.id))
@@ -144,9 +144,8 @@ class FleetStatus:
             "tokenized": self._modes(),
             "queued": self._plane_driver.queued,
             "held_sequences": self._plane_driver.held,
-            "queued_by_tenant": Counter(
-                waiting.request.tenant for waiting in self._plane_driver.plane.queue
-            ),
+            "waiting_by_tenant": waiting,
+            "held_tokens_by_tenant": held,
             "tenant_weights": dict(self._plane_driver.plane.config.tenant_weights),
             "shed": self._plane_driver.shed,
             "adapter_copies": self._plane_driver.plane.tracker.adapters.placement(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import aiohttp
 import msgspec
+import numpy as np
 
 from pigou.background import Background
 from pigou.control.journal import JournalEntry, JournalRecorder, PlaneCalls, report_tokens
@@ -20,6 +22,7 @@ from pigou.control.messages import (
     Assessed,
     Decision,
     Ended,
+    FirstToken,
     Observation,
     Queue,
     Recall,
@@ -40,7 +43,7 @@ from pigou.gateway.request_meter import RequestMeter
 from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.objectives import Objectives
 from pigou.request import SECOND, FinishReason, Request, Role, Worker
-from pigou.windows.prompts import RepeatedPrompts, prompt_key
+from pigou.windows.prompts import PromptWaits, RepeatedPrompts, prompt_key
 from pigou.wire.errors import bad_request
 
 _TICK_S = 0.1
@@ -124,7 +127,7 @@ class PlaneDriver:
         self._served_model = model
         self.meter = RequestMeter(objectives or Objectives(), self._model)
         self.shed = 0
-        self.repeated = RepeatedPrompts()
+        self.repeated, self.waits = RepeatedPrompts(), PromptWaits(self._prefill_s)
         self.peers_health: Callable[[], dict[str, Any]] | None = None  # None without a bus
         self.prefill_queue: GatewayPrefillQueue | None = None  # None where prompts are pushed
         # Set while the plane's kernels are compiled; the plane is not to be called before.
@@ -294,6 +297,7 @@ class PlaneDriver:
         if not self._computes_locally:
             request = msgspec.structs.replace(request, local=False)
         self.repeated.arrive(request.id, prompt_key(request), start / SECOND)
+        self.waits.arrive(request.id, request.prompt, (request.arrival or start) / SECOND)
         decision = self._recorded.submit(request, start, exclude)
         self.timed((time.monotonic_ns() - start) / SECOND)
         if isinstance(decision, Queue):
@@ -301,9 +305,34 @@ class PlaneDriver:
         if isinstance(decision, Shed):
             self.shed += 1
             self.repeated.end(request.id, time.monotonic(), served=False)
+            self.waits.end(request.id, time.monotonic())
             return decision
         assert isinstance(decision, Route)
+        self.waits.route(request.id, time.monotonic(), streamed=request.streamed)
         return decision
+
+    def _prefill_s(self, request: str) -> float:
+        """Return the forecast of a routed request's own prefill; 0 if it is gone."""
+        state = self.plane.state
+        routed = state.requests.get(request)
+        worker = routed and (routed.prefill or routed.decode)
+        if not routed or not worker:
+            return 0.0
+        known, tokens = self.plane.tracker.latency_model.peek(time.monotonic_ns()), routed.uncached
+        rows = np.array([state.row[worker]])
+        return known.service(rows, np.array([float(tokens)]), routed.request.prompt).item()
+
+    def tenant_loads(self) -> tuple[Counter[str], Counter[str]]:
+        """Return waiting requests, at workers as well, and tokens of running ones, by tenant."""
+        requests = self.plane.state.requests
+        waiting = Counter(queued.request.tenant for queued in self.plane.queue)
+        late = {id for id in self.waits.late(time.monotonic()) if id in requests}
+        waiting.update(requests[id].request.tenant for id in late)
+        tokens = Counter[str]()
+        for id, routed in requests.items():
+            if id not in late:
+                tokens[routed.request.tenant] += routed.tokens
+        return waiting, tokens
 
     async def _wait(self, request: str) -> Route | Shed:
         """Wait for the decision on a queued request."""
@@ -316,6 +345,8 @@ class PlaneDriver:
 
     def observe(self, observation: Observation) -> None:
         """Report an observation to ControlPlane, and wake the requests it decides."""
+        if isinstance(observation, FirstToken):
+            self.waits.begin(observation.request, time.monotonic())
         self._wake(self._recorded.observe(observation, time.monotonic_ns()))
 
     def on_tokens(self, counts: Sequence[tuple[str, int]]) -> None:
@@ -329,6 +360,7 @@ class PlaneDriver:
             self.on_tokens(((request, stream.counted - reported),))
         served = reason in (FinishReason.STOP, FinishReason.LENGTH)
         self.repeated.end(request, time.monotonic(), served=served)
+        self.waits.end(request, time.monotonic())
         self.observe(Ended(request, reason))
 
     def watch(self, request: str, stream: StreamCount) -> None:

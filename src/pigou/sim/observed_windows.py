@@ -37,6 +37,7 @@ class _WorkerSums:
     waiting: float = 0.0
     usage: float = 0.0
     wasted: float = 0.0
+    idle_blocks: float = 0.0
     tokens: float = 0.0
     restarts: int = 0
     output_tokens: int = 0
@@ -127,6 +128,7 @@ class WindowObserver:
         sums.waiting += waiting
         sums.usage += usage
         sums.wasted += wasted
+        sums.idle_blocks += sum(len(p.blocks) for p in sim.core.pinned if p.is_idle(now))
         sums.tokens += entries
 
     # --- windows ------------------------------------------------------------------------------
@@ -222,7 +224,8 @@ class WindowObserver:
             running=sums.running / n, waiting=sums.waiting / n,
             knee=self._knee(worker, mean), busy=new["busy"] / SECOND / self._window_s,
             kv_tokens=engine.blocks * engine.block_size, kv_usage=sums.usage / n,
-            wasted_tokens=sums.wasted / n, preemptions=new["preemptions"],
+            wasted_tokens=sums.wasted / n,
+            idle_tokens=sums.idle_blocks * engine.block_size / n, preemptions=new["preemptions"],
             queried_tokens=new["queried"], hit_tokens=new["hits"], prefill_tokens=new["tokens"],
             prefill_steps=new["steps"], prefill_s=new["ns"] / SECOND, output_tokens=output_tokens,
             decode_stall_s=meter.take_stall() / SECOND, restores=restores, slow_restores=slow,

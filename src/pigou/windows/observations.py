@@ -27,7 +27,7 @@ class WorkerObservation(
     kv_usage: float | None = None  # mean share of the pool in use; unused cached blocks are free
     wasted_tokens: float | None = None  # mean empty slots in used blocks
     allocation_failures: int = 0  # failed although blocks were free
-    idle_tokens: float | None = None  # mean KV held over 30 s by requests that compute nothing
+    idle_tokens: float | None = None  # mean KV held over 5 s that nothing computes with
     preemptions: int | None = None
     queried_tokens: int = 0  # prompt tokens looked up in the prefix cache
     hit_tokens: int = 0
@@ -52,6 +52,7 @@ class TenantObservation(
     weight: float = 1.0  # in fair queueing
     tokens: float = 0.0
     kv_token_s: float | None = None  # held KV token-seconds
+    idle_tokens: float = 0.0  # of these, as in a worker's window
     waiting: float = 0.0
 
 

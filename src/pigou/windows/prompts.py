@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypedDict
 
 import numpy as np
@@ -17,6 +19,9 @@ _LENGTHS = 1000
 _TIMES, _SHARE = 4.0, 0.1
 #: Seconds within which a repeat counts, and remembered prompts.
 _WITHIN_S, _PROMPTS = 60.0, 20_000
+#: Buckets of waits in seconds, and seconds of recent maxima.
+WAIT_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
+_RECENT_S = 10
 
 
 class WaitFigures(TypedDict):
@@ -59,6 +64,126 @@ class PromptLengths:
             "short_wait_p50_s": percentile(short, 50), "short_wait_p95_s": percentile(short, 95),
             "long_wait_max_s": max(long, default=None),
         }  # fmt: skip
+
+
+@dataclass(slots=True)
+class _WaitingPrompt:
+    tokens: int
+    arrived_s: float
+    routed_s: float = 0.0  # 0 before
+    begun: bool = False
+
+
+class PromptWaits:
+    """Waits at gateway and workers, from arrival to computation, of short and long prompts.
+
+    A stream's wait ends with its first token, a long one's less twice its own prefill; a whole
+    reply's ends when it is routed.
+    """
+
+    def __init__(self, prefill_s: Callable[[str], float]) -> None:
+        """`prefill_s` forecasts a routed request's own prefill, in seconds."""
+        self.lengths = PromptLengths()
+        self.waits = {length: WaitCounts() for length in ("short", "long")}
+        self._prefill_s = prefill_s
+        self._open: dict[str, _WaitingPrompt] = {}
+        self._long_s, self._computed = _RecentMaximum(), _RecentMaximum()
+
+    def arrive(self, request: str, tokens: int, now_s: float) -> None:
+        """Add a request; a migrating one is known already."""
+        if request not in self._open:
+            self.lengths.add(tokens)
+            self._open[request] = _WaitingPrompt(tokens, now_s)
+
+    def route(self, request: str, now_s: float, *, streamed: bool) -> None:
+        """Record that a request was sent to a worker."""
+        prompt = self._open.get(request)
+        if prompt is not None and not prompt.routed_s:
+            prompt.routed_s = now_s
+            self._computed.add(now_s, prompt.tokens)
+            if not streamed:
+                self._begin(prompt, now_s, now_s - prompt.arrived_s)
+
+    def begin(self, request: str, now_s: float) -> None:
+        """Record a stream's first token."""
+        prompt = self._open.get(request)
+        if prompt is not None and not prompt.begun:
+            self._computed.add(now_s, prompt.tokens)
+            self._begin(prompt, now_s, self._wait_s(request, prompt, now_s))
+
+    def end(self, request: str, now_s: float) -> None:
+        """End a request; unknown ids are ignored."""
+        self.begin(request, now_s)
+        self._open.pop(request, None)
+
+    def _begin(self, prompt: _WaitingPrompt, now_s: float, wait_s: float) -> None:
+        prompt.begun = True
+        is_long = self.lengths.is_long(prompt.tokens)
+        self.waits["long" if is_long else "short"].add(wait_s)
+        if is_long:
+            self._long_s.add(now_s, wait_s)
+
+    def _wait_s(self, request: str, prompt: _WaitingPrompt, now_s: float) -> float:
+        end_s = now_s
+        if prompt.routed_s and self.lengths.is_long(prompt.tokens):
+            end_s = max(prompt.routed_s, now_s - 2.0 * self._prefill_s(request))
+        return end_s - prompt.arrived_s
+
+    def late(self, now_s: float) -> list[str]:
+        """Return the streams that wait at workers, a second or longer."""
+        return [
+            request for request, prompt in self._open.items()
+            if not prompt.begun and 0.0 < prompt.routed_s < now_s - 1.0
+            and now_s - prompt.routed_s > 1.0 + 2.0 * self._prefill_s(request)
+        ]  # fmt: skip
+
+    def longest(self, now_s: float) -> tuple[float, float]:
+        """Return the longest wait of a long prompt, begun or not, and the most prompt tokens in
+        computation, of the last ten seconds.
+        """
+        late_s, tokens = self._long_s.of(now_s), self._computed.of(now_s)
+        for request, prompt in self._open.items():
+            if not prompt.begun and self.lengths.is_long(prompt.tokens):
+                late_s = max(late_s, self._wait_s(request, prompt, now_s))
+            if not prompt.begun and prompt.routed_s:
+                tokens = max(tokens, prompt.tokens)
+        return late_s, tokens
+
+
+class WaitCounts:
+    """A histogram of waits."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(WAIT_BOUNDS) + 1)
+        self.total_s = 0.0
+
+    def add(self, wait_s: float) -> None:
+        """Count a wait."""
+        self.counts[bisect_left(WAIT_BOUNDS, wait_s)] += 1
+        self.total_s += wait_s
+
+    @property
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative counts by upper bound."""
+        bounds = (*map(str, WAIT_BOUNDS), "+Inf")
+        return list(zip(bounds, accumulate(self.counts), strict=True))
+
+
+class _RecentMaximum:
+    """Largest value of the last ten seconds."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[tuple[int, float]] = deque(maxlen=_RECENT_S)
+
+    def add(self, now_s: float, value: float) -> None:
+        second = int(now_s)
+        if self._seconds and self._seconds[-1][0] == second:
+            value = max(value, self._seconds.pop()[1])
+        self._seconds.append((second, value))
+
+    def of(self, now_s: float) -> float:
+        recent = (value for second, value in self._seconds if now_s - second <= _RECENT_S)
+        return max(recent, default=0.0)
 
 
 def percentile(values: Iterable[float], percent: float) -> float | None:

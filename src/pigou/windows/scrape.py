@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -15,6 +16,8 @@ from pigou.windows.observations import FleetObservation, TenantObservation, Work
 _WORK = ("/v1/completions", "/v1/chat/completions", "other")
 TTFT, ITL = "pigou_time_to_first_token_seconds", "pigou_inter_token_latency_seconds"
 _WAIT, _STALLS = "pigou_queue_wait_seconds", "pigou_stream_stalls_total"
+_INFLIGHT = "pigou_requests_inflight"
+_PROMPT_WAIT, _IDLE = "pigou_prompt_wait_seconds", "pigou_kv_idle_tokens"
 _WORKER_ITL = "vllm:inter_token_latency_seconds"
 #: Least ratio of a worker's highest to lowest load for its knee to be fitted.
 _SPREAD = 2.0
@@ -37,7 +40,8 @@ class WorkersTable(msgspec.Struct, frozen=True):
     """Fields read of the answer of `/workers`."""
 
     workers: tuple[WorkersRow, ...] = ()
-    queued_by_tenant: dict[str, float] = {}
+    waiting_by_tenant: dict[str, float] = {}
+    held_tokens_by_tenant: dict[str, float] | None = None
     tenant_weights: dict[str, float] = {}
 
 
@@ -58,8 +62,10 @@ def scraped_window(before: FleetScrape, now: FleetScrape, start_s: float) -> Fle
     def rose(name: str, **labels: str) -> float | None:
         return increase(a.total(name, **labels), b.total(name, **labels))
 
-    answered = requests_by_status(a, b)
-    inflight = (b.total("pigou_requests_inflight") or 0) - (a.total("pigou_requests_inflight") or 0)
+    answered, inflight = requests_by_status(a, b), _inflight(now) - _inflight(before)
+    if _INFLIGHT not in b:
+        first, last = (page.total("vllm:request_success_total") for page in _servers(before, now))
+        answered["200"] = increase(first, last) or 0.0
     refused = rose("pigou_requests_shed_total") or 0.0
     served = sum(count for status, count in answered.items() if status < "400")
     failed = sum(count for status, count in answered.items() if status >= "500")
@@ -72,6 +78,8 @@ def scraped_window(before: FleetScrape, now: FleetScrape, start_s: float) -> Fle
         slow = round(summed((rose(_STALLS, cause="client"), rose("pigou_clients_stalled_total"))))
     hits = [rose("pigou_cache_hits_total", layer=layer) for layer in ("answer", "semantic")]
     stale = [rose("pigou_cache_stale_hits_total", layer=layer) for layer in ("answer", "semantic")]
+    old_waits, waits = (page.buckets(_PROMPT_WAIT, length="short") for page in (a, b))
+    longest = b.most("pigou_prompt_longest_tokens")
     ratings = [rose("pigou_answer_ratings_total", rating=rating) for rating in ("up", "down")]
     return FleetObservation(
         answer_hits=None if hits == [None, None] else round(summed(hits)),
@@ -86,9 +94,13 @@ def scraped_window(before: FleetScrape, now: FleetScrape, start_s: float) -> Fle
         itl_p50_s=quantile(a.buckets(ITL), b.buckets(ITL), 0.5),
         itl_p99_s=quantile(a.buckets(ITL), b.buckets(ITL), 0.99),
         wait_p50_s=quantile(a.buckets(_WAIT), b.buckets(_WAIT), 0.5),
+        short_wait_p50_s=quantile(old_waits, waits, 0.5),
+        short_wait_p95_s=quantile(old_waits, waits, 0.95),
+        long_wait_max_s=b.most("pigou_prompt_longest_wait_seconds"),
+        longest_prompt_tokens=None if longest is None else round(longest),
         client_stalls=slow, engine_stalls=round(stalls),
         engine_stall_s=stalled_s / stalls if stalls else None,
-        workers=_workers(before, now, seconds), tenants=_tenants(a, b, before.table, now.table),
+        workers=_workers(before, now, seconds), tenants=_tenants(before, now, seconds),
     )  # fmt: skip
 
 
@@ -102,6 +114,18 @@ def requests_by_status(a: MetricPage, b: MetricPage) -> dict[str, float]:
                             b.total("pigou_requests_total", **labels))  # fmt: skip
             answered[status] = answered.get(status, 0.0) + (rose or 0.0)
     return answered
+
+
+def _servers(*scrapes: FleetScrape) -> list[MetricPage]:
+    """Return the page of one server without a gateway, in each scrape."""
+    return [next(iter(scrape.workers.values()), MetricPage()) for scrape in scrapes]
+
+
+def _inflight(scrape: FleetScrape) -> float:
+    if _INFLIGHT in scrape.gateway:
+        return scrape.gateway.total(_INFLIGHT) or 0.0
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+    return summed(page.total(name) for page in _servers(scrape) for name in names)
 
 
 def _mean_gauge(a: MetricPage, b: MetricPage, name: str) -> float:
@@ -158,10 +182,13 @@ def _worker(
     running = max(_mean_gauge(a, b, "vllm:num_requests_running"), itl_s / seconds)
     means = (page.mean("vllm:kv_cache_usage_perc") for page in (b, a))
     usages = [usage for usage in means if usage is not None]
-    idle = None
-    if usages and kv_tokens:
+    idle = _mean_gauge(a, b, _IDLE) if _IDLE in b else None
+    if idle is None and usages and kv_tokens:
         still = running == 0.0 and not b.total("vllm:num_requests_waiting")
         idle = min(usages) * kv_tokens if still else 0.0
+    queried = rose("vllm:prefix_cache_queries_total") or 0.0
+    hits = rose("vllm:prefix_cache_hits_total") or 0.0
+    computed = rose("pigou_prefill_tokens_total") or queried - hits
     restored = rose("pigou_tier_restored_blocks_total")
     loads = rose("pigou_lora_loads_total")
     wasted = b.total("pigou_kv_block_tokens") if "pigou_kv_table_tokens" in b else None
@@ -174,10 +201,8 @@ def _worker(
         busy=1.0 - float(np.exp(-running)), kv_tokens=kv_tokens,
         kv_usage=float(np.mean(usages)) if usages else None, wasted_tokens=wasted,
         idle_tokens=idle, preemptions=round(rose("vllm:num_preemptions_total") or 0),
-        queried_tokens=round(rose("vllm:prefix_cache_queries_total") or 0),
-        hit_tokens=round(rose("vllm:prefix_cache_hits_total") or 0),
-        prefill_tokens=round(rose("pigou_prefill_tokens_total")
-                             or rose("vllm:prompt_tokens_total") or 0),
+        queried_tokens=round(queried), hit_tokens=round(hits),
+        prefill_tokens=round(computed or rose("vllm:prompt_tokens_total") or 0),
         prefill_s=rose("pigou_prefill_seconds_total"),
         output_tokens=round(rose("vllm:generation_tokens_total") or 0),
         restores=round(restored or 0), adapter_loads=None if loads is None else round(loads),
@@ -186,21 +211,28 @@ def _worker(
 
 
 def _tenants(
-    a: MetricPage, b: MetricPage, before: WorkersTable, now: WorkersTable
+    before: FleetScrape, now: FleetScrape, seconds: float
 ) -> tuple[TenantObservation, ...]:
-    tokens: dict[str, float] = {}
+    a, b, tokens = before.gateway, now.gateway, dict[str, float]()
     for name in ("pigou_prompt_tokens_total", "pigou_generation_tokens_total"):
         known = a.by(name, "tenant")
         for tenant, count in b.by(name, "tenant").items():
             tokens[tenant] = tokens.get(tenant, 0.0) + (increase(known.get(tenant), count) or 0.0)
-    queues = before.queued_by_tenant, now.queued_by_tenant
-    names = sorted({*(name for name, count in tokens.items() if count), *queues[0], *queues[1]})
+    tables = before.table, now.table
+    queues = [table.waiting_by_tenant for table in tables]
+    held = [t.held_tokens_by_tenant for t in tables if t.held_tokens_by_tenant is not None]
+    names = {*(name for name, count in tokens.items() if count), *chain(*queues)}
+    weights, idle = now.table.tenant_weights, dict[str, float]()
+    for page in now.workers.values():
+        for name, held_tokens in page.by(_IDLE, "tenant").items():
+            idle[name] = idle.get(name, 0.0) + held_tokens
     return tuple(
         TenantObservation(
-            tenant=name, weight=now.tenant_weights.get(name, 1.0), tokens=tokens.get(name, 0.0),
-            waiting=sum(queue.get(name, 0) for queue in queues) / 2,
+            tenant=name, weight=weights.get(name, 1.0), tokens=tokens.get(name, 0.0),
+            kv_token_s=sum(h.get(name, 0.0) for h in held) / 2 * seconds if held[1:] else None,
+            idle_tokens=idle.get(name, 0.0), waiting=sum(q.get(name, 0) for q in queues) / 2,
         )
-        for name in names
+        for name in sorted(names.union(*held))
     )  # fmt: skip
 
 

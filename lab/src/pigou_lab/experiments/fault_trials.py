@@ -1,9 +1,10 @@
-"""Simulated faults: a small fleet for each failure mode; modes 1, 5, 14, 15 edit a healthy run."""
+"""Simulated faults: a small fleet for each failure mode; modes 1, 5 and 15 edit a healthy run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -15,8 +16,11 @@ from pigou.request import SECOND
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import FleetConfig, Outage, Slow, WorkerGroup
 from pigou.sim.observed_windows import WindowObserver
+from pigou.sim.request_run import Leg
 from pigou.sim.setup import Setup, TierConfig
 from pigou.sim.simulation import Simulation, unlimited
+from pigou.sim.virtual_clock import Clock, Phase
+from pigou.sim.worker import SimWorker
 from pigou.sim.workload import OpenLoop, RequestSession, RequestSpec
 from pigou.windows.observations import FleetObservation, WorkerObservation
 
@@ -28,6 +32,9 @@ _BLOCK = 16
 _SCOPE = 7
 
 
+_AGENTS_GROUP = WorkerGroup(count=2, blocks=3000)
+#: Key of releases, behind other events of a moment.
+_LAST = 2**50
 _SETUP = Setup(model="llama-3.1-8b", gpu="H100", max_batched_tokens=512)
 _UNLIMITED, _TWO, _PATIENT = unlimited(), WorkerGroup(count=2), ClientConfig()
 
@@ -221,17 +228,41 @@ def _stream_stall(rng: Random) -> FaultTrial:
 
 
 def _tool_wait(rng: Random) -> FaultTrial:
-    at, share = rng.uniform(40.0, 80.0), rng.uniform(0.25, 0.6)
+    return FaultTrial(agents(rng), _AGENTS_GROUP, prepare=hold_in_tools)
 
-    def inject(windows: list[FleetObservation], _: Random) -> list[FleetObservation]:
-        def change(worker: WorkerObservation, window: FleetObservation) -> dict[str, object]:
-            idle = share * worker.kv_tokens if window.start_s > at else 0.0
-            usage = (worker.kv_usage or 0.0) + idle / max(worker.kv_tokens, 1)
-            return {"idle_tokens": idle, "kv_usage": min(1.0, usage)}
 
-        return _with_workers(windows, change)
+def agents(rng: Random) -> list[RequestSession]:
+    """Return agents: six turns of growing prompts, with tools of 20 to 40 s between them."""
+    sessions = []
+    for agent in range(rng.randint(36, 44)):
+        turns: list[RequestSpec] = []
+        for _ in range(6):
+            new = rng.randint(500, 1100)
+            blocks = (*turns[-1].block_ids,) if turns else tuple(range(10))
+            blocks = (*blocks, *(rng.getrandbits(60) for _ in range(-(-new // _BLOCK))))
+            think_s = rng.uniform(20.0, 40.0) if turns else 0.0
+            turns.append(RequestSpec(
+                len(blocks) * _BLOCK, rng.randint(64, 192), blocks, _SCOPE, float(_BLOCK),
+                think_ns=round(think_s * SECOND), tenant=_TENANTS[agent % 4]))  # fmt: skip
+        sessions.append(RequestSession(round(rng.uniform(0.0, 30.0) * SECOND), tuple(turns)))
+    return _merged(sessions)
 
-    return FaultTrial(_open(rng, rng.uniform(5.0, 9.0), 180.0), inject=inject)
+
+def hold_in_tools(simulation: Simulation) -> None:
+    """Let workers hold each prompt's blocks for 40 s after it was sent, as if for its tool."""
+    for worker in simulation.fleet.workers:
+        assert worker.sim is not None
+        vars(worker.sim)["add"] = partial(_add_held, simulation.clock, worker.sim, worker.sim.add)
+
+
+def _add_held(
+    clock: Clock, worker: SimWorker, add: Callable[[Leg, int], None], leg: Leg, now: int
+) -> None:
+    leg.request = msgspec.structs.replace(leg.request, hold=True)
+    add(leg, now)
+    for wait_s in range(40, 240, 20):  # again where it had not ended
+        at = now + wait_s * SECOND
+        clock.at(at, Phase.TICK, _LAST, lambda then: worker.release(leg.request.id, then))
 
 
 def _adapter_pressure(rng: Random) -> FaultTrial:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -14,12 +15,14 @@ from prometheus_client.registry import Collector
 
 from pigou.diagnosis.diagnose import diagnose
 from pigou.diagnosis.metric_pages import MetricPage
-from pigou.gateway.api.metrics import gateway_metrics
+from pigou.gateway.api.metrics import WorkerFederation, gateway_metrics
 from pigou.gateway.api.page import Access, APIPage, APIPages, json_response
 from pigou.gateway.gateway import Gateway
 from pigou.windows.observations import FleetObservation
 from pigou.windows.scrape import FleetScrape, WorkersTable, scraped_window, with_knees
 
+#: Metric pages of workers, by id.
+WorkerPages: TypeAlias = Mapping[str, MetricPage]
 #: Seconds of a window, and windows that are remembered: half an hour.
 WINDOW_S, MAX_WINDOWS = 10.0, 180
 
@@ -30,7 +33,13 @@ def pages(gateway: Gateway) -> APIPages:
     def page() -> MetricPage:
         return metric_page([gateway_metrics(gateway)])
 
-    diagnosis = GatewayDiagnosis(page, gateway.routing.view)
+    federation = WorkerFederation(gateway.routing)
+
+    async def workers() -> WorkerPages:
+        text = (await federation.page()).decode(errors="replace")
+        return await asyncio.to_thread(lambda: MetricPage.read(text).by_label("worker"))
+
+    diagnosis = GatewayDiagnosis(page, gateway.routing.view, workers=workers)
 
     async def show(_: web.Request) -> web.Response:
         return json_response(diagnosis.view())
@@ -51,13 +60,14 @@ def metric_page(collectors: Iterable[Collector]) -> MetricPage:
 
 
 class GatewayDiagnosis:
-    """Samples and diagnoses the gateway's own pages; workers' pages are not read."""
+    """Samples and diagnoses the gateway's page, its table of workers, and their pages."""
 
     def __init__(
         self, page: Callable[[], MetricPage], table: Callable[[], dict[str, Any]],
         clock: Callable[[], float] = time.time,
+        workers: Callable[[], Awaitable[WorkerPages]] | None = None,
     ) -> None:  # fmt: skip
-        self._page, self._table, self._clock = page, table, clock
+        self._page, self._table, self._clock, self._workers = page, table, clock, workers
         self._windows: deque[FleetObservation] = deque(maxlen=MAX_WINDOWS)
         self._begin = clock()
         self._before: FleetScrape | None = None
@@ -65,12 +75,13 @@ class GatewayDiagnosis:
     async def run(self) -> None:
         """Sample until cancelled."""
         while True:
-            self.sample()
+            self.sample({} if self._workers is None else await self._workers())
             await asyncio.sleep(WINDOW_S)
 
-    def sample(self) -> None:
-        """Close a window and open the next."""
-        now, before = self._scrape(), self._before
+    def sample(self, workers: WorkerPages = MappingProxyType({})) -> None:
+        """Close a window and open the next; `workers` are their pages by id."""
+        table = msgspec.convert(self._table(), WorkersTable)
+        now, before = FleetScrape(self._clock(), self._page(), workers, table), self._before
         if before is not None and now.at_s > before.at_s:
             self._windows.append(scraped_window(before, now, before.at_s - self._begin))
         self._before = now
@@ -83,7 +94,3 @@ class GatewayDiagnosis:
         since = self._begin + series[0].start_s
         view: dict[str, Any] = msgspec.to_builtins(diagnose(series))
         return {"since": since, **view}
-
-    def _scrape(self) -> FleetScrape:
-        table = msgspec.convert(self._table(), WorkersTable)
-        return FleetScrape(self._clock(), self._page(), {}, table)

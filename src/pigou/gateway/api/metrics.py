@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +12,7 @@ from typing import TypeAlias
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
@@ -23,8 +24,9 @@ from pigou.gateway.model_routing import GatewayModel
 from pigou.gateway.prices import price_families
 from pigou.gateway.proxy.upstream import Upstream
 from pigou.gateway.request_meter import attainment_families
-from pigou.metric_rows import counter_family
+from pigou.metric_rows import counter_family, gauge_family
 from pigou.tracing.exporter import exporter_families
+from pigou.windows.prompts import PromptWaits
 
 Filter: TypeAlias = Callable[[Iterable[Metric]], Iterator[Metric]]
 
@@ -122,6 +124,20 @@ def _register(model: GatewayModel) -> None:
             "attempt that was not served.", repeated.count,
         ),
     ])  # fmt: skip
+    metrics.scrape(lambda: _wait_families(driver.waits))
+
+
+def _wait_families(waits: PromptWaits) -> Iterator[Metric]:
+    text = "From arrival to computation, of streams; to the worker, of whole replies."
+    family = HistogramMetricFamily("pigou_prompt_wait_seconds", text, labels=["length"])
+    for length, counts in waits.waits.items():
+        family.add_metric([length], counts.buckets, counts.total_s)
+    yield family
+    late_s, tokens = waits.longest(time.monotonic())
+    text = "Longest wait of a long prompt of the last 10 s, begun or not."
+    yield gauge_family("pigou_prompt_longest_wait_seconds", text, late_s)
+    text = "Longest prompt in computation in the last 10 s."
+    yield gauge_family("pigou_prompt_longest_tokens", text, tokens)
 
 
 class _FilteredMetrics(Collector):
