@@ -6,6 +6,7 @@ import math
 from collections import deque
 from typing import Any
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
@@ -15,14 +16,14 @@ from tier_oracle import TierOracle
 
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
-from pigou.engine.plan import Rates
+from pigou.engine.plan import Rates, Result
 from pigou.kv.block import ROOT, Block
 from pigou.kv.offload import RecomputeCost, TierSpeed, blocks_worth_loading
 from pigou.kv.tier import Tier
 from pigou.kv.tier_eviction.policy import TierSetting
 from pigou.kv.tier_eviction.policy import load as load_policy
 from pigou.kv.tiers import Tiers
-from pigou.request import NEVER
+from pigou.request import NEVER, Request
 
 BYTES = 10
 #: One that takes everything at once, and one that would rather wait.
@@ -271,3 +272,14 @@ def test_a_session_that_is_expected_back_finds_its_blocks_on_the_device() -> Non
             moves()
         now += 100_000_000
     assert turn("last", tokens) == 14  # nothing was restored: it lay on the device
+
+
+def test_a_turn_that_ends_by_its_text_is_one_that_may_return() -> None:
+    for turn_ended in (False, True):
+        core = EngineCore(EngineConfig(blocks=64), tiers=make_tiers([99], 0, copies=8))
+        hashes = np.arange(1, 9, dtype=np.uint64).reshape(4, 2)
+        core.add(Request("a", prompt=64, max_tokens=9, hashes=hashes))
+        core.apply(plan := core.schedule(0), Result(steps=plan.repeat))
+        core.abort("a", turn_ended=turn_ended)
+        assert core._state.offload is not None
+        assert core._state.offload.returns.away == turn_ended

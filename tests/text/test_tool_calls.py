@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.lib.examples import examples
 
+from pigou.text.reasoning import FAMILIES, ThinkParser
 from pigou.text.tool_calls import (
     PARSERS,
     CallArguments,
@@ -303,3 +304,15 @@ def test_every_known_template_is_detected() -> None:
     assert detect_parser('<|start_header_id|>{"name": f, "parameters": d}') == "llama3_json"
     assert detect_parser("<|im_start|>") is None
     assert detect_parser(None) is None
+
+
+@pytest.mark.parametrize("family", ["", "qwen3"])
+def test_a_parser_tells_when_a_call_is_complete(family: str) -> None:
+    parser = make_parser("hermes", {"f"})
+    if family:
+        parser = ThinkParser(FAMILIES[family], True, parser)
+        parser.feed("I call <tool_call>.</think>")
+    parser.feed('Well. <tool_call>{"name": "f", "arguments": {"a": [1, ')
+    assert not parser.has_called
+    parser.feed("2]}}")
+    assert parser.has_called

@@ -132,18 +132,13 @@ def tool_wait(series: Series, mode: FailureMode) -> ModeFinding | None:
 
     def evidence(workers: list[WorkerObservation], _: float) -> list[ModeEvidence]:
         name = workers[0].worker
-        held: Counter[str] = Counter()
-        for tenant in (tenant for window in series for tenant in window.tenants):
-            held[tenant.tenant] += round(tenant.idle_tokens)
-        share = mean(map(idle, workers))
+        tenant = Counter(worker.idle_tenant for worker in workers).most_common(1)[0][0]
+        share, usage = mean(map(idle, workers)), mean(w.kv_usage for w in workers)
         rows = [
             ModeEvidence("idle share of the pool", share, "", limits["idle"], name),
-            ModeEvidence("KV usage", mean(w.kv_usage for w in workers), "", None, name),
+            ModeEvidence("KV usage", usage, "", None, name),
         ]
-        return rows + [
-            ModeEvidence("its tenant's share", tokens / held.total(), "", None, tenant)
-            for tenant, tokens in held.most_common(1) if tokens
-        ]  # fmt: skip
+        return [*rows, ModeEvidence("most of it", share, "", None, tenant)] if tenant else rows
 
     return _per_worker(series, mode, lambda worker, _: idle(worker) > limits["idle"], evidence)
 

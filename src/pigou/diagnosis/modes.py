@@ -250,8 +250,8 @@ _MODES = (
         signal="The wait of short prompts follows the longest prompt in computation (correlation "
         "over {correlation}), and is over {times} times that of other windows and {wait_s} s.",
         limits={"correlation": 0.5, "times": 3.0, "wait_s": 0.25, "windows": 6},
-        smallest_fix="Another order (--admission shortest-remaining), a lane for long prompts "
-        "(--long-lane).",
+        smallest_fix="A lane for long prompts (--long-lane). Where they wait at the gateway, "
+        "another order (--admission shortest-remaining).",
         look=("`pigou_prompt_wait_seconds` of short prompts beside `pigou_prompt_longest_tokens`.",
               "GET /decisions: prompts before a slow one."),
         alert=(

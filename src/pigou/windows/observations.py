@@ -28,6 +28,7 @@ class WorkerObservation(
     wasted_tokens: float | None = None  # mean empty slots in used blocks
     allocation_failures: int = 0  # failed although blocks were free
     idle_tokens: float | None = None  # mean KV held over 5 s that nothing computes with
+    idle_tenant: str = ""  # that holds most of it
     preemptions: int | None = None
     queried_tokens: int = 0  # prompt tokens looked up in the prefix cache
     hit_tokens: int = 0
@@ -52,7 +53,6 @@ class TenantObservation(
     weight: float = 1.0  # in fair queueing
     tokens: float = 0.0
     kv_token_s: float | None = None  # held KV token-seconds
-    idle_tokens: float = 0.0  # of these, as in a worker's window
     waiting: float = 0.0
 
 

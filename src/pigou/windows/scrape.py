@@ -183,6 +183,7 @@ def _worker(
     means = (page.mean("vllm:kv_cache_usage_perc") for page in (b, a))
     usages = [usage for usage in means if usage is not None]
     idle = _mean_gauge(a, b, _IDLE) if _IDLE in b else None
+    holders = b.by(_IDLE, "tenant")
     if idle is None and usages and kv_tokens:
         still = running == 0.0 and not b.total("vllm:num_requests_waiting")
         idle = min(usages) * kv_tokens if still else 0.0
@@ -200,7 +201,8 @@ def _worker(
         # Arrivals are independent: the share of time with nobody is e^-running.
         busy=1.0 - float(np.exp(-running)), kv_tokens=kv_tokens,
         kv_usage=float(np.mean(usages)) if usages else None, wasted_tokens=wasted,
-        idle_tokens=idle, preemptions=round(rose("vllm:num_preemptions_total") or 0),
+        idle_tokens=idle, idle_tenant=max(holders, key=holders.__getitem__, default=""),
+        preemptions=round(rose("vllm:num_preemptions_total") or 0),
         queried_tokens=round(queried), hit_tokens=round(hits),
         prefill_tokens=round(computed or rose("vllm:prompt_tokens_total") or 0),
         prefill_s=rose("pigou_prefill_seconds_total"),
@@ -222,15 +224,12 @@ def _tenants(
     queues = [table.waiting_by_tenant for table in tables]
     held = [t.held_tokens_by_tenant for t in tables if t.held_tokens_by_tenant is not None]
     names = {*(name for name, count in tokens.items() if count), *chain(*queues)}
-    weights, idle = now.table.tenant_weights, dict[str, float]()
-    for page in now.workers.values():
-        for name, held_tokens in page.by(_IDLE, "tenant").items():
-            idle[name] = idle.get(name, 0.0) + held_tokens
+    weights = now.table.tenant_weights
     return tuple(
         TenantObservation(
             tenant=name, weight=weights.get(name, 1.0), tokens=tokens.get(name, 0.0),
             kv_token_s=sum(h.get(name, 0.0) for h in held) / 2 * seconds if held[1:] else None,
-            idle_tokens=idle.get(name, 0.0), waiting=sum(q.get(name, 0) for q in queues) / 2,
+            waiting=sum(queue.get(name, 0) for queue in queues) / 2,
         )
         for name in sorted(names.union(*held))
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -52,10 +52,13 @@ class FaultTrial:
     inject: Callable[[list[FleetObservation], Random], list[FleetObservation]] | None = None
 
 
-def run_trial(mode: int, seed: int) -> list[FleetObservation]:
-    """Return the windows of a mode's trial; of the healthy fleet for mode 0."""
+def run_trial(mode: int, seed: int, **remedy: Any) -> list[FleetObservation]:
+    """Return the windows of a mode's trial, of the healthy fleet for mode 0.
+
+    `remedy` are fields of the trial in place of its own.
+    """
     rng = Random(f"{mode}/{seed}")
-    trial = TRIALS[mode](rng)
+    trial = replace(TRIALS[mode](rng), **remedy)
     simulation = _simulation(trial, seed)
     observer = WindowObserver(simulation)
     simulation.run()
