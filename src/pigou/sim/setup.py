@@ -88,7 +88,7 @@ class Setup(ParallelOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         QueueOrder | None,
         option(
             "Scheduling order of each worker: fcfs, priority, edf or shortest (fewest predicted "
-            "output tokens).  [default: fcfs with --engine vllm, else priority]",
+            "and uncached tokens).  [default: fcfs with --engine vllm, else priority]",
             "Fleet",
         ),
     ] = None

@@ -193,8 +193,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     order: Annotated[
         QueueOrder,
         option(
-            "Scheduling order: fcfs, priority, edf or shortest (fewest predicted output "
-            "tokens); with priority, lower numbers overtake prompts under way.",
+            "Scheduling order: fcfs, priority, edf or shortest (fewest predicted and "
+            "uncached tokens); with priority, lower numbers overtake prompts under way.",
             "Scheduling",
         ),
     ] = "priority"
