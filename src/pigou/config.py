@@ -570,7 +570,8 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     tenant_weights: Annotated[
         dict[str, float],
         option(
-            "Fair shares by tenant: TENANT=weight[,TENANT=weight]...; 1 for the others.",
+            "Fair shares by tenant, or payer: TENANT=weight[,TENANT=weight]...; 1 for the "
+            "others, or together the weight of *.",
             "Admission",
             form="weights",
         ),

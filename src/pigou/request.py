@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 #: Nanoseconds in a second. All times in the cores are integer nanoseconds.
 SECOND = 1_000_000_000
+#: Account of all that have no weight of their own, where it has one.
+POOL = "*"
 #: A time that never comes (int64 nanoseconds).
 NEVER = 2**63 - 1
 
@@ -109,6 +111,12 @@ class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):  # mad
     # counts of words and marks in the prompt's text (`pigou.control.lengths`); empty if not read.
     features: tuple[float, ...] = ()
     expected: int = 0  # output tokens that its server predicts; 0 for unknown
+    payer: str = ""  # whose weight, counters and quota it counts against; empty for its tenant's
+
+    @property
+    def account(self) -> str:
+        """Name that admission shares by: of the payer, or else of the tenant."""
+        return self.payer or self.tenant
 
     @property
     def is_follower(self) -> bool:
@@ -121,6 +129,11 @@ class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):  # mad
         if keys is not None:
             return keys
         return self.hashes[:, 1] if len(self.hashes) else _NO_KEYS
+
+
+def payer_of(account: str, weights: Mapping[str, float]) -> str:
+    """Return whose weight an account has: that of all without one is `*`, where `*` has one."""
+    return POOL if POOL in weights and account not in weights else account
 
 
 @dataclass(frozen=True, slots=True)

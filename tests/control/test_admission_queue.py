@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,6 +187,22 @@ def test_shares_of_the_queue_follow_the_weights() -> None:
         plane.submit(Request(f"a{number}", 1, 1, tenant="a"), 0)
     found = [plane.submit(Request(f"b{number}", 1, 1, tenant="b"), 0) for number in range(60)]
     assert sum(isinstance(each, Queue) for each in found) == 30
+
+
+def test_made_up_names_share_the_weight_of_all_that_have_none() -> None:
+    weights = {"a": 1.0, "*": 1.0}
+    plane = fleet(max_inflight=1, tenant_weights=weights, admission={"order": "fair", "credit": 0})
+    plane.submit(Request("first", 1, 1, tenant="a"), 0)
+    for number in range(20):
+        plane.submit(Request(f"a{number}", 1, 1, tenant="a"), 0)
+        plane.submit(Request(f"x{number}", 1, 1, tenant=f"made-up-{number}"), 0)
+    running, served = "first", Counter[str]()
+    for now in range(1, 21):
+        (route,) = plane.observe(Ended(running, FinishReason.STOP), now)
+        assert isinstance(route, Route)
+        running = route.request
+        served[running[0]] += 1
+    assert abs(served["a"] - served["x"]) <= 2
 
 
 def test_one_huge_prompt_counts_as_such_in_the_queue() -> None:

@@ -269,3 +269,50 @@ def test_series_of_tenants_are_bounded_and_none_of_them_falls() -> None:
         assert now[OTHER_TENANTS] >= before.get(OTHER_TENANTS, 0)
         before = now
     assert {"t0", "t1"} <= now.keys()
+
+
+def paid(path: Path, *limits: dict[str, Any]) -> Keys:
+    """Two tenants' keys, `one` and `two`, of one payer."""
+    entries = [
+        {
+            "tenant": name,
+            "sha256": sha256(name.encode()).hexdigest(),
+            "payer": "acme",
+            "limits": own,
+        }
+        for name, own in zip(("one", "two"), limits, strict=True)
+    ]
+    file = path / "keys.json"
+    file.write_bytes(msgspec.json.encode({"keys": entries}))
+    return Keys.read(file)
+
+
+async def test_keys_of_one_payer_share_its_budgets_and_limits(tmp_path: Path) -> None:
+    made = paid(tmp_path, {"minute": {"requests": 2}, "queued": 3}, {})
+    async with serving(Stub("a"), keys=made) as fleet:
+        for key in ("one", "two"):
+            assert (await post(fleet, {"prompt": "x", "max_tokens": 2}, key))[0] == 200
+        for key in ("one", "two"):
+            status, reply, _ = await post(fleet, {"prompt": "x"}, key)
+            assert (status, reply["error"]["budget"]["used"]) == (429, 2)
+
+
+async def test_requests_of_a_payers_tenants_wait_as_one_account(tmp_path: Path) -> None:
+    held = asyncio.Event()
+    stub = Stub("a", script=Script(held=held))
+    control = ControlConfig(admission={"order": "fair"}, max_inflight=1)
+    async with serving(stub, keys=paid(tmp_path, {}, {}), control=control) as fleet:
+        posts = [
+            asyncio.create_task(post(fleet, {"prompt": "x"}, key)) for key in ("one", "two", "two")
+        ]
+        queue = fleet.plane_driver.plane.queue
+        await eventually(lambda: len(queue) == 2)
+        assert {waiting.request.account for waiting in queue} == {"acme"}
+        assert queue.quota.queued("acme")[0] == 2
+        held.set()
+        assert [(await each)[0] for each in posts] == [200] * 3
+
+
+def test_keys_of_one_payer_with_different_limits_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="keys of payer 'acme' have different limits"):
+        paid(tmp_path, {"queued": 3}, {"queued": 4})

@@ -12,6 +12,7 @@ import typer
 
 from pigou import __version__
 from pigou.cli.progress import StageProgress
+from pigou.config import ConfigError
 from pigou.registry import remedy
 
 
@@ -20,6 +21,9 @@ def key(
     yaml: Annotated[
         bool, typer.Option("--yaml", help="Print an entry of a .yaml keys file, not a line.")
     ] = False,
+    payer: Annotated[
+        str, typer.Option(help="Who pays for it: keys of one payer share weight and limits.")
+    ] = "",
     admin: Annotated[
         bool,
         typer.Option("--admin", help="Let the key see the whole fleet: all metrics and decisions."),
@@ -28,10 +32,13 @@ def key(
     """Make an API key, and its hash for `pigou serve --api-keys-file`."""
     from pigou.gateway.auth.keys import make_key
 
-    secret, line = make_key(tenant, admin=admin)
+    if payer and not yaml:
+        raise ConfigError(f"--payer is {payer!r}, and a line has none; add --yaml")
+    secret, line = make_key(tenant, admin=admin, payer=payer)
     typer.echo(f"key (shown once): {secret}", err=True)
     digest = line.split(":")[1]
     entry = f'  - tenant: {tenant}\n    sha256: "{digest}"' + "\n    admin: true" * admin
+    entry += f"\n    payer: {payer}" if payer else ""
     typer.echo(entry if yaml else line)
 
 

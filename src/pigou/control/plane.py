@@ -166,6 +166,7 @@ class ControlPlane:
         """Route, queue or shed a request; raises ConfigError for invalid overrides."""
         if request.overrides:
             self.router.check(request.overrides)
+        request = self.admission.paid(request)
         routed = self.state.requests.get(request.id)
         if routed is not None:
             self.admission.failed(routed.request, now)

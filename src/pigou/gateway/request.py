@@ -188,6 +188,7 @@ class GatewayRun:
     held_tokens: int = 0
     quota: RequestQuota = field(default=NO_QUOTA, repr=False)  # share of the key's limits
     on_route: Callable[[Choice], None] | None = field(default=None, repr=False)
+    payer: str = ""  # of its key; empty for its tenant
     overflow: str = ""  # the model that was asked for, where another one serves it
     lookup: AnswerLookup | None = field(default=None, repr=False)  # None if not to be cached
     budget_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -259,6 +260,7 @@ class GatewayRun:
             model=parsed.adapter,
             eligible=eligible,
             features=self.features,
+            payer=self.payer,
         )
 
 
@@ -312,9 +314,9 @@ class MeteredRun:
         return self._run.stats.completion_tokens
 
     @property
-    def tenant(self) -> str:
-        """Tenant of an open request."""
-        return self._run.parsed.tenant
+    def payer(self) -> str:
+        """Payer, or tenant, of an open request."""
+        return self._run.payer or self._run.parsed.tenant
 
     @property
     def work(self) -> int:

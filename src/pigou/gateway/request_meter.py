@@ -81,7 +81,7 @@ class RequestMeter:
         self._end(run, metered, done=got, counts=got or late)
 
     def _end(self, run: GatewayRun, metered: MeteredRun, *, done: bool, counts: bool) -> None:
-        now, tenant = time.monotonic_ns(), run.parsed.tenant
+        now, tenant = time.monotonic_ns(), run.payer or run.parsed.tenant
         ended = metered.end(now, self.objectives, self.model(), done=done, counts=counts)
         self._open.pop(run.parsed.id, None)
         self._forget_work(now)
@@ -102,11 +102,11 @@ class RequestMeter:
         self._work_ns = now
 
     def work_by_tenant(self) -> dict[str, float]:
-        """Return recent prompt and output tokens by tenant, open requests included."""
+        """Return recent prompt and output tokens by payer or tenant, open requests included."""
         self._forget_work(time.monotonic_ns())
         work = dict(self._work)
         for metered in self._open.values():
-            work[metered.tenant] = work.get(metered.tenant, 0.0) + metered.work
+            work[metered.payer] = work.get(metered.payer, 0.0) + metered.work
         return work
 
     def class_of(self, request: Request) -> str:

@@ -163,6 +163,15 @@ def test_no_tenant_moves_a_planner_further_than_its_share_of_the_budget(
         assert limit == min(wanted, max_workers)
 
 
+def test_made_up_names_move_a_planner_no_further_than_one_tenant() -> None:
+    weights, work = {"a": 1.0, "*": 1.0}, {"a": 1.0}
+    sybil = {f"made-up-{number}": 3.0 for number in range(3)}
+    assert tenants_limit(8, 8, work | sybil, weights) == tenants_limit(
+        8, 8, work | {"x": 9.0}, weights
+    )
+    assert tenants_limit(8, 8, work | sybil, {}) > tenants_limit(8, 8, work | sybil, weights)
+
+
 def test_workers_are_added_as_far_as_the_limit_and_the_machine_go() -> None:
     made = fleet()
     assert carry_out(AddWorkers("decode", 3), made, 1, max_workers=5) == (

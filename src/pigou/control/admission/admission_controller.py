@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from pigou.config import ControlConfig
@@ -33,7 +34,7 @@ from pigou.control.prefix_index import PrefixIndex
 from pigou.control.request_tracker import RequestTracker
 from pigou.control.routing.view import FleetView
 from pigou.control.state import FleetState, StreamSlots
-from pigou.request import NEVER, SECOND, Counts, Request
+from pigou.request import NEVER, SECOND, Counts, Request, payer_of
 
 #: A worker that failed a request is tried again for it after this time, if no other can serve.
 EXCLUDED_FOR = SECOND
@@ -81,12 +82,19 @@ class AdmissionController:
         self._priced_at = self._written = 0
         self.allowance = StreamAllowance()  # this gateway's share of streams
 
+    def paid(self, request: Request) -> Request:
+        """Return a request with its payer: accounts without a weight share that of `*`, if any."""
+        account = payer_of(request.account, self._weights)
+        if account == request.account:
+            return request
+        return msgspec.structs.replace(request, payer=account)
+
     def arrive(self, waiting: QueuedRequest, now: int) -> Shed | None:
         """Accept a request; return its refusal if its whole group does not fit."""
         request = waiting.request
-        waiting.weight = self._weights.get(request.tenant, 1.0)
+        waiting.weight = self._weights.get(request.account, 1.0)
         waiting.accepted = request.is_follower
-        self.activity.seen(request.tenant, waiting.weight, now)
+        self.activity.seen(request.account, waiting.weight, now)
         if request.group and not waiting.returned:
             refusal = self.queue.refusal(waiting) if request.held else None
             if refusal is not None and not self._displace(waiting, refusal, now):
@@ -226,7 +234,7 @@ class AdmissionController:
         """True if the tenant exceeds its share of the fleet, bursts apart."""
         if self.queue.order.underserved(waiting):
             return False
-        return self.activity.above(waiting.request.tenant, waiting.weight)
+        return self.activity.above(waiting.request.account, waiting.weight)
 
     def priority(self, waiting: QueuedRequest, above: bool) -> int | None:
         """Return the priority sent to workers, None for the client's own.
@@ -234,7 +242,7 @@ class AdmissionController:
         Tenants with several waiting requests count as `above` their share if others share the
         fleet. Further sequences of a request yield to other requests.
         """
-        tenant, weight, order = waiting.request.tenant, waiting.weight, self.queue.order
+        tenant, weight, order = waiting.request.account, waiting.weight, self.queue.order
         if not above and self.queue.quota.queued(tenant)[0] > 1:
             above = not order.underserved(waiting) and self.activity.part(tenant, weight) < 1.0
         priority = order.priority(waiting, above)
@@ -244,7 +252,7 @@ class AdmissionController:
     def began(self, request: Request, choice: Choice, row: int, fleet: FleetView, now: int) -> None:
         """Record a routed request; `fleet` is the view it was routed by."""
         self.capacity.take(request, choice, row, fleet, now)
-        self.activity.began(request.tenant, request.sequences)
+        self.activity.began(request.account, request.sequences)
         self.allowance.began()
         if self._follower is not None:
             self._follower.began(request, choice.decode, now)
@@ -252,15 +260,15 @@ class AdmissionController:
     def failed(self, request: Request, now: int) -> None:
         """Record that a routed request lost its worker."""
         self.capacity.free(request.id)
-        self.activity.ended(request.tenant, request.sequences)
+        self.activity.ended(request.account, request.sequences)
         if self._follower is not None:
             self._follower.ended(request, now)
 
     def ended(self, request: Request, now: int) -> None:
         """Record that a routed request left the fleet."""
         self.drain_rate.ended(now, self.capacity.free(request.id))
-        self.activity.ended(request.tenant, request.sequences)
-        self.activity.seen(request.tenant, self._weights.get(request.tenant, 1.0), now)
+        self.activity.ended(request.account, request.sequences)
+        self.activity.seen(request.account, self._weights.get(request.account, 1.0), now)
         if self._follower is not None:
             self._follower.ended(request, now)
 
@@ -287,6 +295,6 @@ class AdmissionController:
         part = 1.0
         requests, tokens = len(self.queue), quota.tokens
         if tenant:
-            requests, tokens = quota.queued(waiting.request.tenant)
-            part = self.activity.part(waiting.request.tenant, waiting.weight)
+            requests, tokens = quota.queued(waiting.request.account)
+            part = self.activity.part(waiting.request.account, waiting.weight)
         return self.drain_rate.retry_after(requests + 1, tokens + waiting.tokens, now, part)

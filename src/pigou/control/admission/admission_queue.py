@@ -74,19 +74,19 @@ class TenantQuota:
 
     def add(self, waiting: QueuedRequest) -> None:
         """Count a waiting request."""
-        self._count(waiting.request.tenant, waiting.request.sequences, waiting.tokens)
+        self._count(waiting.request.account, waiting.request.sequences, waiting.tokens)
 
     def remove(self, waiting: QueuedRequest) -> None:
         """Uncount a request that left the queue."""
-        self._count(waiting.request.tenant, -waiting.request.sequences, -waiting.tokens)
+        self._count(waiting.request.account, -waiting.request.sequences, -waiting.tokens)
 
     def reserve(self, waiting: QueuedRequest) -> None:
         """Reserve room for the sequences of a group that follow this one."""
         request = waiting.request
         self.release(request.group)
         if request.held > 0:
-            self._groups[request.group] = request.tenant, request.held, waiting.held_tokens
-            self._count(request.tenant, request.held, waiting.held_tokens)
+            self._groups[request.group] = request.account, request.held, waiting.held_tokens
+            self._count(request.account, request.held, waiting.held_tokens)
 
     def release(self, group: str) -> None:
         """Release a group's reservation, if any."""
@@ -112,9 +112,9 @@ class TenantQuota:
         self, waiting: QueuedRequest, without: Sequence[QueuedRequest] = ()
     ) -> Refusal | None:
         """Return why a newcomer may not wait, were those `without` gone; None if it may."""
-        tenant = waiting.request.tenant
+        tenant = waiting.request.account
         requests, tokens = self.queued(tenant)
-        own = [queued for queued in without if queued.request.tenant == tenant]
+        own = [queued for queued in without if queued.request.account == tenant]
         requests -= sum(queued.request.sequences for queued in own)
         tokens -= sum(queued.tokens for queued in own)
         part = self._activity.part(tenant, waiting.weight)

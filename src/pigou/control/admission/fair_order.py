@@ -163,7 +163,7 @@ class TenantOrder(QueueOrder):
 
     def add(self, waiting: QueuedRequest) -> None:
         """Add a waiting request; lift its tenant if it starts waiting."""
-        name = waiting.request.tenant
+        name = waiting.request.account
         tenant = self._tenant(name)
         tenant.weight = waiting.weight
         if not tenant.queue:
@@ -175,7 +175,7 @@ class TenantOrder(QueueOrder):
 
     def remove(self, waiting: QueuedRequest) -> None:
         """Remove a waiting request."""
-        tenant = self._tenants.get(waiting.request.tenant)
+        tenant = self._tenants.get(waiting.request.account)
         if tenant is None or tenant.entry is None:
             return
         tenant.queue.remove(waiting)
@@ -205,7 +205,7 @@ class TenantOrder(QueueOrder):
 
     def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:
         """Return the tenant's own requests behind this one; never another tenant's."""
-        tenant = self._tenants.get(waiting.request.tenant)
+        tenant = self._tenants.get(waiting.request.account)
         if tenant is None or self.params.within == "fcfs":
             return []
         return tenant.queue.last(max_count, self._within(waiting))
@@ -213,13 +213,13 @@ class TenantOrder(QueueOrder):
     def taken(self, waiting: QueuedRequest, uncached: int) -> None:
         """Charge the prompt of a routed request."""
         self.remove(waiting)
-        self._count(waiting.request.tenant, uncached, 0)
-        self.charge(waiting.request.tenant, Served(uncached))
+        self._count(waiting.request.account, uncached, 0)
+        self.charge(waiting.request.account, Served(uncached))
 
     def served(self, request: Request, tokens: int) -> None:
         """Charge output tokens."""
-        self._count(request.tenant, 0, tokens)
-        self.charge(request.tenant, Served(0, tokens))
+        self._count(request.account, 0, tokens)
+        self.charge(request.account, Served(0, tokens))
 
     def kv_token_ms(self, tenant: str) -> int:
         """Return the KV token-milliseconds of a tenant here; 0 where they do not count."""
@@ -233,7 +233,7 @@ class TenantOrder(QueueOrder):
     def underserved(self, waiting: QueuedRequest) -> bool:
         """True if the tenant is behind another by half the credit; False without credit."""
         margin = 0.5 * self._credit
-        return margin > 0.0 and self.counter(waiting.request.tenant) < self._max - margin
+        return margin > 0.0 and self.counter(waiting.request.account) < self._max - margin
 
     def priority(self, waiting: QueuedRequest, above: bool) -> int | None:
         """Return the priority sent to workers: tenants above their share yield."""
@@ -385,7 +385,7 @@ class PriorityFair(QueueOrder):
         """Return requests of higher priority numbers, highest first; then as `Fair`."""
         last: list[QueuedRequest] = []
         priority = waiting.request.priority
-        tenant = waiting.request.tenant if own else None
+        tenant = waiting.request.account if own else None
         for name in sorted(self._bands, reverse=True):
             if name > priority:
                 last += self._bands[name].newest(max_count - len(last), tenant)

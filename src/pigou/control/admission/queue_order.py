@@ -73,7 +73,7 @@ class QueueOrder:
 
     def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:
         """Return up to `max_count` less urgent requests to shed, least urgent first."""
-        tenant = waiting.request.tenant if own else None
+        tenant = waiting.request.account if own else None
         return self._heap.last(max_count, self.key(waiting), tenant)
 
     def taken(self, waiting: QueuedRequest, uncached: int) -> None:
@@ -269,7 +269,7 @@ class Heap:
             for entry in self._live.values()
             if entry[0] > before
             and not entry[2].accepted
-            and tenant in (None, entry[2].request.tenant)
+            and tenant in (None, entry[2].request.account)
         )
         last = heapq.nlargest(max_count, entries, key=lambda entry: entry[:2])
         return [entry[2] for entry in last]

@@ -131,7 +131,7 @@ class KVResidency:
             stride = max(1, _PIECE // block_size)
             piece = stride * block_size
             keys = [(worker, key) for key in block_keys[stride - 1 :: stride].tolist()]
-        run = self._runs[request.id] = _HeldPrompt(request.tenant, piece, keys, now)
+        run = self._runs[request.id] = _HeldPrompt(request.account, piece, keys, now)
         self.grew(request.id, max(0, request.prompt - piece * len(keys)), now)
         for key in keys:
             self._share(key, run, 1, now)

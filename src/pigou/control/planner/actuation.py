@@ -16,6 +16,7 @@ from pigou.control.planner.messages import (
     RemoveWorker,
     SetOperatingPoint,
 )
+from pigou.request import payer_of
 from pigou.windows.planner_window import WorkerState
 
 #: Failed starts in a row after which a worker counts as unplaceable.
@@ -121,13 +122,17 @@ def tenants_limit(
     ceil(sum of min(N d_t, M s_t)), with N = `wanted`, M = `max_workers`, and tenant t's part d_t of
     the load (`work`, any unit) and share s_t by weight (1 by default).
     """
-    tenants = {name: weights.get(name, 1.0) for name in (*weights, *work)}
-    total, load = sum(tenants.values()), sum(work.values())
+    parts: dict[str, float] = {}
+    for name, tokens in work.items():
+        account = payer_of(name, weights)
+        parts[account] = parts.get(account, 0.0) + tokens
+    tenants = {name: weights.get(name, 1.0) for name in (*weights, *parts)}
+    total, load = sum(tenants.values()), sum(parts.values())
     if not load:
         return min(wanted, max_workers)
     limits = (
         min(wanted * part / load, max_workers * tenants[name] / total)
-        for name, part in work.items()
+        for name, part in parts.items()
     )
     return math.ceil(sum(limits) - 1e-9)
 

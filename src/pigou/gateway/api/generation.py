@@ -121,7 +121,7 @@ class GenerationAPI:
                 data = translation.body
             parse = partial(self._parse, request, data, tenure, overrides, translation)
             run, model = await gateway.off_loop(data, parse)
-            run.dropped = dropped
+            run.dropped, run.payer = dropped, key.payer
             if traced is not None:
                 traced.take(run)
             note_request(run.parsed.wire_id, run.trace_id)
@@ -253,7 +253,7 @@ class GenerationAPI:
         if not overflow.is_url:
             fallback = gateway.routing.find(overflow.to)
             run, _ = await gateway.off_loop(data, partial(parse, fallback))
-            run.overflow = model.name
+            run.overflow, run.payer = model.name, key.payer
             if traced is not None:
                 traced.take(run)
             return await self.serve(request, run, fallback)

@@ -342,7 +342,7 @@ def _run_of(request: web.Request, body: Body, data: Any, key: Key, adapter: str)
         arrival=time.monotonic_ns(),
         adapter=adapter,
     )
-    return GatewayRun.of(parsed)
+    return GatewayRun.of(parsed, payer=key.payer)
 
 
 def _object(data: bytes) -> Body:

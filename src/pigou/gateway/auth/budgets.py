@@ -58,14 +58,15 @@ def read_budgets(texts: Sequence[str]) -> KeyLimits:
 
 
 class BudgetLedger:
-    """Budgets of all keys of a gateway, by their hashes; `default` is for keys without any."""
+    """Budgets of all keys and payers of a gateway; `default` is for keys without any."""
 
     def __init__(
         self, default: KeyLimits, keys: Iterable[Key], priced: bool, now: Callable[[], int]
     ) -> None:
         """Raise `ConfigError` for a budget of prices where nothing is `priced`."""
         self._default, self._now = default, now
-        self._budgets: dict[bytes, tuple[str, KeyBudgets]] = {}
+        # by key or payer: payer or tenant, beginning of the first key's hash
+        self._budgets: dict[bytes, tuple[str, str, KeyBudgets]] = {}
         self._refused: Counter[tuple[str, str]] = Counter()  # by tenant and budget
         for limits in (default, *(key.limits for key in keys)):
             if not priced and any(getattr(limits, period).price for period in PERIODS):
@@ -78,14 +79,15 @@ class BudgetLedger:
         limits = key.limits if key.limits.has_budgets else self._default
         if not limits.has_budgets:
             return None
-        if key.digest not in self._budgets:
+        if key.purse not in self._budgets:
             by_period = {
                 period: {unit: limit for unit, limit in
                          msgspec.structs.asdict(getattr(limits, period)).items() if limit}
                 for period in PERIODS
             }  # fmt: skip
-            self._budgets[key.digest] = key.tenant, KeyBudgets(by_period)
-        return self._budgets[key.digest][1]
+            digest = key.digest.hex()[:12]
+            self._budgets[key.purse] = key.payer or key.tenant, digest, KeyBudgets(by_period)
+        return self._budgets[key.purse][-1]
 
     @contextmanager
     def spending(
@@ -124,9 +126,9 @@ class BudgetLedger:
             document["budgets"] = [_row(state) for state in own.states("", now)]
         if key.admin and self._budgets:
             document["keys"] = [
-                {"tenant": tenant, "sha256": digest.hex()[:12],
+                {"tenant": tenant, "sha256": digest,
                  "budgets": [_row(state) for state in budgets.states("", now)]}
-                for digest, (tenant, budgets) in self._budgets.items()
+                for tenant, digest, budgets in self._budgets.values()
             ]  # fmt: skip
         return document
 

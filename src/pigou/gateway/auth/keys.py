@@ -8,10 +8,10 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -155,7 +155,7 @@ class RequestQuota:
 
 
 class KeyLoads:
-    """The load of each key, by its hash."""
+    """The load of each key, or payer."""
 
     def __init__(self) -> None:
         self._loads: dict[bytes, KeyLoad] = {}
@@ -163,9 +163,9 @@ class KeyLoads:
     @contextmanager
     def accepted(self, key: Key, sequences: int, tokens: int) -> Iterator[RequestQuota]:
         """Hold `sequences` of `tokens` each as under way (context); raise `APIError` 429."""
-        load = self._loads.get(key.digest)
+        load = self._loads.get(key.purse)
         if load is None or load.limits != key.limits:
-            load = self._loads[key.digest] = KeyLoad(key.limits)
+            load = self._loads[key.purse] = KeyLoad(key.limits)
         load.check("queued", load.waiting, sequences)
         load.check("queued_tokens", load.tokens, sequences * tokens)
         quota = RequestQuota(load, sequences, tokens)
@@ -189,6 +189,12 @@ class Key:
     policy: KeyPolicy = OPEN_POLICY
     admin: bool = False
     limits: KeyLimits = NO_LIMITS
+    payer: str = ""  # whose weight and limits it shares; empty for its tenant's weight, own limits
+
+    @property
+    def purse(self) -> bytes:
+        """What its limits are counted by: the payer, or else the key."""
+        return self.payer.encode() or self.digest
 
 
 #: Key of every request if the gateway has no keys.
@@ -223,6 +229,7 @@ class _KeyEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     may: TenureChoices = TenureChoices()
     admin: bool = False
     limits: KeyLimits = NO_LIMITS
+    payer: str = ""
 
 
 class _KeysFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -245,8 +252,8 @@ class Keys:
     def read(cls, path: Path) -> Keys:
         """Read a key file; raises ConfigError if unreadable, malformed, empty, or with duplicates.
 
-        `.yaml` and `.json` have `keys`: a list of `tenant`, `sha256`, `tenure`, `may`, `admin` and
-        `limits`. Other files have lines `TENANT:SHA256_HEX[:admin]` and # comments.
+        `.yaml` and `.json` have `keys`: a list of `tenant`, `sha256`, `tenure`, `may`, `admin`,
+        `limits` and `payer`. Other files have lines `TENANT:SHA256_HEX[:admin]` and # comments.
         """
         try:
             text = read_text(path)
@@ -257,7 +264,7 @@ class Keys:
             raise ConfigError(f"api_keys_file {path} has no keys; `pigou key TENANT` makes one")
         if len({key.digest for key in keys}) < len(keys):
             raise ConfigError(f"api_keys_file {path} has a key twice; keep one of its entries")
-        return cls(keys)
+        return cls(_of_payers(keys, path))
 
     def find(self, authorization: str | None) -> Key | None:
         """Return the key of an `Authorization:
@@ -273,9 +280,14 @@ class Keys:
         return match if scheme.lower() == "bearer" else None
 
 
-def make_key(tenant: str, *, admin: bool = False) -> tuple[str, str]:
-    """Return a new random key, and its line for the keys file; raise `ConfigError`."""
+def make_key(tenant: str, *, admin: bool = False, payer: str = "") -> tuple[str, str]:
+    """Return a new random key, and its line for the keys file; raise `ConfigError`.
+
+    A line has no payer: its name is checked for an entry of a structured file.
+    """
     _check_tenant(tenant, "tenant")
+    if payer:
+        _check_tenant(payer, "payer", "payer")
     secret = f"pigou-{secrets.token_urlsafe(32)}"
     return secret, f"{tenant}:{sha256(secret.encode()).hexdigest()}{_ADMIN * admin}"
 
@@ -319,11 +331,27 @@ def _key(entry: _KeyEntry, where: str) -> Key:
     policy = KeyPolicy(tenure=entry.tenure, may=entry.may)
     policy.check(where)
     entry.limits.check(where)
-    return Key(entry.tenant, bytes.fromhex(entry.sha256), policy, entry.admin, entry.limits)
+    if entry.payer:
+        _check_tenant(entry.payer, where, "payer")
+    digest = bytes.fromhex(entry.sha256)
+    return Key(entry.tenant, digest, policy, entry.admin, entry.limits, entry.payer)
 
 
-def _check_tenant(tenant: str, where: str) -> None:
+def _of_payers(keys: Sequence[Key], path: Path) -> list[Key]:
+    """Give all keys of a payer the limits that one of them names."""
+    limits: dict[str, KeyLimits] = {}
+    for key in keys:
+        named = key.payer and key.limits != NO_LIMITS
+        if named and limits.setdefault(key.payer, key.limits) != key.limits:
+            raise ConfigError(
+                f"api_keys_file {path}: keys of payer {key.payer!r} have different limits, "
+                "which they share; give them once"
+            )
+    return [replace(key, limits=limits.get(key.payer, key.limits)) for key in keys]
+
+
+def _check_tenant(tenant: str, where: str, what: str = "tenant") -> None:
     if not _TENANT.fullmatch(tenant):
         raise ConfigError(
-            f"{where}: the tenant {tenant!r} must have 1 to 32 letters, digits, '_' or '-'"
+            f"{where}: the {what} {tenant!r} must have 1 to 32 letters, digits, '_' or '-'"
         )
