@@ -13,7 +13,7 @@ from pigou_lab.experiments.tenants import ATTACKER, ATTACKS, figures_of, jobs, m
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenants, "HOLD_S", 3.0)
-    figures_of.cache_clear()
+    tenants._FIGURES.clear()
 
 
 @pytest.mark.parametrize("name", ATTACKS)

@@ -36,11 +36,20 @@ class ClientConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     timeout: float = 0.0  # timeout of an attempt in seconds; 0 for none
     retries: int = 0  # further attempts after one that failed
     backoff: float = 0.5  # seconds before the first retry, doubled for each more; times 0.5 to 1
+    max_backoff: float = 0.0  # longest of those waits in seconds; 0 for no limit
     heeds_retry_after: bool = True  # waits as long as a refusal says
 
     def __post_init__(self) -> None:
         check_fields(self, "pool", "retries", ge=0)
-        check_fields(self, "timeout", "backoff", ge=0, le=MAX_SECONDS, unit=" seconds (a year)")
+        check_fields(
+            self,
+            "timeout",
+            "backoff",
+            "max_backoff",
+            ge=0,
+            le=MAX_SECONDS,
+            unit=" seconds (a year)",
+        )
         check_bounds("barging", self.barging, ge=0, lt=1)
         if self._max_retry_s > MAX_SECONDS:
             raise ConfigError(
@@ -51,8 +60,15 @@ class ClientConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     @property
     def _max_retry_s(self) -> float:
         """Seconds of a request whose every attempt times out, at most."""
-        doubled = 2.0 ** min(self.retries, _DOUBLINGS) - 1.0
-        return self.backoff * doubled + self.timeout * self.retries
+        waits = self.backoff * (2.0 ** min(self.retries, _DOUBLINGS) - 1.0)
+        if self.max_backoff:
+            waits = min(waits, self.max_backoff * self.retries)
+        return waits + self.timeout * self.retries
+
+    def wait_s(self, failed: int) -> float:
+        """Return the most seconds to wait after so many attempts failed."""
+        wait = self.backoff * 2.0 ** min(failed - 1, _DOUBLINGS)
+        return min(wait, self.max_backoff or wait)
 
 
 class Server(Protocol):
@@ -250,7 +266,7 @@ class SimulatedClient:
         failed = run.outcome is not RunOutcome.DONE
         if failed and run.attempts <= config.retries:
             self._hand_out(now)
-            wait = config.backoff * 2 ** (run.attempts - 1) * self._rng.uniform(0.5, 1.0)
+            wait = config.wait_s(run.attempts) * self._rng.uniform(0.5, 1.0)
             heeded_ns = run.retry_after_ns if config.heeds_retry_after else 0
             at = now + max(round(wait * SECOND), heeded_ns, 1)
             self._clock.at(at, Phase.SEND, run.number, lambda at: self._retry(run, at))

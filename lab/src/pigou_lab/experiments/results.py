@@ -154,6 +154,11 @@ def requests_to(path: str) -> Iterator[None]:
             _LOG.reset(token)
 
 
+def logs_requests() -> bool:
+    """True within `requests_to`, which writes from one process."""
+    return _LOG.get() is not None
+
+
 def log_experiment(name: str) -> None:
     """Begin to number the runs of an experiment."""
     if (log := _LOG.get()) is not None:

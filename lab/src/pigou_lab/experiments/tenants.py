@@ -2,7 +2,8 @@
 
 Three victims send a fifth of the fleet's capacity each, the attacker half, and honest play is the
 reference. An attack has the work of honest play: what it sends beside its jobs replaces some.
-Lies are searched by own gain (by harm, where that is the aim) on seed 101, and reported on others.
+Lies are searched by own gain (by harm, where that is the aim) on seed 101, and reported on others:
+`TRIALS` of each grid.
 
 | figure | meaning |
 |---|---|
@@ -10,6 +11,7 @@ Lies are searched by own gain (by harm, where that is the aim) on seed 101, and 
 | goodput_ratio | their requests per second with a first token within a second, likewise |
 | gain, latency_gain | tokens of its jobs, and its inverse median TTFT, over honest play |
 | cost | fleet seconds charged to the attacker at the default prices, over honest play |
+| attempts | requests that the attacker sent for each of its jobs |
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import product
 from random import Random
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from pigou.cli.plan import processes
 from pigou.control.admission.usage_prices import FleetRates
-from pigou.request import SECOND
+from pigou.request import POOL, SECOND
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import read_fleet
 from pigou.sim.request_run import RequestRun, RunOutcome
@@ -35,11 +37,12 @@ from pigou.sim.simulation import Simulation, unlimited
 from pigou.sim.virtual_clock import EPOCH
 from pigou.sim.workload import OpenLoop, RequestSession, RequestSpec
 from pigou_lab.experiments.fleets import PaperFleet, Reading
-from pigou_lab.experiments.results import COMPARED, Row, run_simulation
+from pigou_lab.experiments.results import COMPARED, Row, logs_requests, run_simulation
 
 #: Orders by name, with credits and quanta of about a second of the fleet.
 ORDERS: Mapping[str, Mapping[str, Any]] = {
     "fcfs": {},
+    "edf": {"patience_ms": 2000},
     "fair": {"credit": 2048.0},
     "priority-fair": {"credit": 2048.0},
     "drf": {},
@@ -47,15 +50,19 @@ ORDERS: Mapping[str, Mapping[str, Any]] = {
     "dlpm": {"quantum": 2048.0},
     "market": {},
 }
+#: Orders that are another one where nobody claims a deadline or priority, and so are not run.
+EQUAL = {"edf": "fcfs", "priority-fair": "fair"}
 VICTIMS, ATTACKER = ("v0", "v1", "v2"), "x"
 #: Seconds of arrivals, requests per second that the fleet serves, parts of the tenants.
-HOLD_S, CAPACITY_RPS, VICTIM_PART, ATTACKER_PART = 24.0, 20.0, 0.2, 0.5
+HOLD_S, CAPACITY_RPS, VICTIM_PART, ATTACKER_PART = 16.0, 18.0, 0.2, 0.5
 #: Tokens of a prompt that its template shares, tokens of its own; output; templates of a tenant.
-SHARED, OWN, OUTPUT, TEMPLATES = 1024, 128, (32, 96), 4
-SEARCH_SEED, TRIALS, TTFT_SLO_S = 101, 6, 1.0
+SHARED, OWN, OUTPUT, TEMPLATES = 1024, 128, (128, 384), 4
+SEARCH_SEED, TRIALS, TTFT_SLO_S = 101, 3, 1.0
+#: Clients of all: as OpenAI's, but for more patience.
+CLIENT = ClientConfig(retries=8, backoff=0.5, max_backoff=8.0)
 #: Scopes of the attacker's jobs and of what it sends beside them.
 _JOBS, _JUNK = 1000, 2000
-_SETUP = Setup(model="llama-3.1-8b", gpu="H100", blocks=1536)
+_SETUP = Setup(model="llama-3.1-8b", gpu="H100", blocks=2048)
 _RATES = FleetRates()
 
 Lie: TypeAlias = Mapping[str, float]
@@ -67,7 +74,7 @@ class Play:
 
     sessions: list[RequestSession]
     client: ClientConfig | None = None  # attacker's client; None for the victims'
-    keys: int = 1
+    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -179,12 +186,24 @@ def _bomb(honest: list[RequestSession], lie: Lie, rng: Random) -> Play:
 def _sybil(honest: list[RequestSession], lie: Lie, rng: Random) -> Play:
     keys = int(lie["keys"])
     change = _each(lambda spec: replace(spec, tenant=f"{ATTACKER}{rng.randrange(keys)}"))
-    return Play(change(honest), keys=keys)
+    return Play(change(honest))
+
+
+def _pooled_sybil(honest: list[RequestSession], lie: Lie, rng: Random) -> Play:
+    """The same names, whose payer nobody knows: they share one weight."""
+    play = _sybil(honest, lie, rng)
+    play.weights = {**dict.fromkeys(VICTIMS, 1.0), POOL: 1.0}
+    return play
 
 
 def _storm(honest: list[RequestSession], lie: Lie, _: Random) -> Play:
-    return Play(honest, ClientConfig(timeout=lie["timeout_s"], retries=6, backoff=0.02,
-                                     heeds_retry_after=False))  # fmt: skip
+    """Try again at once, and for as long as jobs arrive; 0 seconds never give an answer up."""
+    timeout_s, wait_s = lie["timeout_s"], 0.1
+    client = ClientConfig(
+        timeout=timeout_s, retries=int(HOLD_S / (timeout_s + wait_s)), backoff=wait_s,
+        max_backoff=wait_s, heeds_retry_after=bool(lie["heeds"]),
+    )  # fmt: skip
+    return Play(honest, client)
 
 
 _PART = (0.25, 0.5, 0.75)
@@ -198,8 +217,9 @@ ATTACKS: Mapping[str, Attack] = {
     "cache-flood": Attack(_flood, {"prompt": (2048, 4096, 8192), "part": _PART}, True),
     "fill-and-squeeze": Attack(_squeeze, {"fill": (512, 1024, 2048), "part": _PART}, True),
     "cost-bomb": Attack(_bomb, {"turns": (4, 8, 16), "part": _PART}, True),
-    "sybil": Attack(_sybil, {"keys": (2, 4, 8)}),
-    "retry-storm": Attack(_storm, {"timeout_s": (0.25, 0.5, 1.0, 2.0)}),
+    "sybil": Attack(_sybil, {"keys": (2, 4, 8, 32)}),
+    "sybil-pooled": Attack(_pooled_sybil, {"keys": (2, 4, 8, 32)}),
+    "retry-storm": Attack(_storm, {"timeout_s": (0.0, 2.0, 4.0), "heeds": (0, 1)}),
 }
 #: The last level is the timing side channel.
 LEVELS = tuple(range(1, len(ATTACKS) + 2))
@@ -213,10 +233,11 @@ def simulation(order: str, play: Play, seed: int) -> Simulation:
         for session in jobs(victim, number, VICTIM_PART, seed)
     ]
     loop = OpenLoop(sorted(sessions + play.sessions, key=lambda one: one.start_ns))
-    limits = {"max_inflight": 4, "max_queued": 256, "queue_timeout": 60 * SECOND}
+    limits = {"max_inflight": 16, "max_queued": 48, "queue_timeout": 60 * SECOND}
     admission = {"order": order, **ORDERS[order]}
-    control = unlimited(seed=seed, admission=admission, **limits)
-    made = Simulation(loop, read_fleet("2xboth"), _SETUP, control, ClientConfig(), seed=seed)
+    weights = dict(play.weights)
+    control = unlimited(seed=seed, admission=admission, tenant_weights=weights, **limits)
+    made = Simulation(loop, read_fleet("2xboth"), _SETUP, control, CLIENT, seed=seed)
     if play.client is not None:
         made.client.own[ATTACKER] = play.client
     return made
@@ -232,9 +253,36 @@ class Figures:
     tokens: float  # output of the attacker's jobs within the time of arrivals
     cost: float  # fleet seconds of what the attacker was served
     work: float  # fleet seconds of all within the time of arrivals
+    attempts: float  # of the attacker's requests, in all
+    own_jobs: float
 
 
-@cache
+Case: TypeAlias = tuple[str, str, tuple[tuple[str, float], ...], int]  # order, attack, lie, seed
+
+
+def figures_of_all(cases: Sequence[Case]) -> list[Figures]:
+    """Return the figures of many runs, made by as many processes as there are CPUs."""
+    cases = [_run_of(case) for case in cases]
+    made = dict.fromkeys(case for case in cases if case not in _FIGURES)
+    with processes(1 if logs_requests() or len(made) < 2 else 0) as pool:
+        runs = map(_run, made) if pool is None else pool.map(_run, made)
+        _FIGURES.update(zip(made, runs, strict=True))
+    return [_FIGURES[case] for case in cases]
+
+
+_FIGURES: dict[Case, Figures] = {}
+
+
+def _run_of(case: Case) -> Case:
+    """Return the run that tells a case's figures."""
+    order, attack, lie, seed = case
+    return (order if attack == "urgent" else EQUAL.get(order, order), attack, lie, seed)
+
+
+def _run(case: Case) -> Figures:
+    return figures_of(*case)
+
+
 def figures_of(order: str, attack: str, lie: tuple[tuple[str, float], ...], seed: int) -> Figures:
     """Return figures of one seed; attack "" is honest play."""
     honest = jobs(ATTACKER, _JOBS, ATTACKER_PART, seed)
@@ -245,9 +293,10 @@ def figures_of(order: str, attack: str, lie: tuple[tuple[str, float], ...], seed
     end = EPOCH + round(HOLD_S * SECOND)
     ttfts: list[float] = []
     own: list[float] = []
-    tokens = cost = work = 0.0
+    tokens = cost = work = attempts = own_jobs = 0.0
     for run in result.runs:
         is_own = run.spec.tenant.startswith(ATTACKER)
+        attempts, own_jobs = attempts + is_own * run.attempts, own_jobs + is_own
         if run.first_token_ns:
             is_job = not is_own or (run.spec.hash_scope == _JOBS and len(run.spec.block_ids) == 2)
             if is_job:
@@ -261,7 +310,7 @@ def figures_of(order: str, attack: str, lie: tuple[tuple[str, float], ...], seed
                 work += paid
                 tokens += run.output_tokens * (is_own and run.spec.hash_scope == _JOBS)
     good = sum(ttft <= TTFT_SLO_S for ttft in ttfts)
-    return Figures(tuple(ttfts), good, tuple(own), tokens, cost, work)
+    return Figures(tuple(ttfts), good, tuple(own), tokens, cost, work, attempts, own_jobs)
 
 
 def _waited(run: RequestRun) -> float:
@@ -272,17 +321,25 @@ def together(runs: Sequence[Figures]) -> Figures:
     """Return the figures of several runs as of one."""
     ttfts = tuple(value for run in runs for value in run.ttfts)
     own = tuple(value for run in runs for value in run.own_ttfts)
-    sums = (math.fsum(getattr(run, name) for run in runs) for name in ("tokens", "cost", "work"))
+    names = ("tokens", "cost", "work", "attempts", "own_jobs")
+    sums = (math.fsum(getattr(run, name) for run in runs) for name in names)
     return Figures(ttfts, sum(run.good for run in runs), own, *sums)
 
 
-def best_lie(order: str, attack: str) -> tuple[tuple[str, float], ...]:
-    """Return the lie of most own gain, or most harm, on the search's seed."""
+def trials(order: str, attack: str) -> list[Case]:
+    """Return the lies to search, on the search's seed."""
     grid = ATTACKS[attack].grid
     lies = [tuple(zip(grid, values, strict=True)) for values in product(*grid.values())]
     if len(lies) > TRIALS:
+        order = _run_of((order, attack, (), 0))[0]
         lies = Random(f"{order}/{attack}").sample(lies, TRIALS)
-    runs = {lie: figures_of(order, attack, lie, SEARCH_SEED) for lie in lies}
+    return [(order, attack, lie, SEARCH_SEED) for lie in lies]
+
+
+def best_lie(order: str, attack: str) -> tuple[tuple[str, float], ...]:
+    """Return the lie of most own gain, or most harm, of those searched."""
+    cases = trials(order, attack)
+    runs = {case[2]: run for case, run in zip(cases, figures_of_all(cases), strict=True)}
     if ATTACKS[attack].harms:
         return max(runs, key=lambda lie: ttft_p99(runs[lie]))
     return max(runs, key=lambda lie: (runs[lie].tokens, -_median(runs[lie].own_ttfts)))
@@ -306,15 +363,24 @@ def tenants(
         if level > len(names):
             yield from _side_channel(seeds)
             continue
+        attack = names[level - 1]
+        honest = [(order, "", (), seed) for order in ORDERS for seed in seeds]
+        figures_of_all(honest + [case for order in ORDERS for case in trials(order, attack)])
+        figures_of_all([case for order in ORDERS for case in _lied(order, attack, seeds)])
         for order in ORDERS:
-            yield _row(level, names[level - 1], order, seeds)
+            yield _row(level, attack, order, seeds)
+
+
+def _lied(order: str, attack: str, seeds: Sequence[int]) -> list[Case]:
+    lie = best_lie(order, attack)
+    return [(order, attack, lie, seed) for seed in seeds]
 
 
 def _row(level: int, attack: str, order: str, seeds: Sequence[int]) -> Row:
     lie = best_lie(order, attack)
-    honest = together([figures_of(order, "", (), seed) for seed in seeds])
-    lied = together([figures_of(order, attack, lie, seed) for seed in seeds])
-    fcfs = together([figures_of("fcfs", "", (), seed) for seed in seeds])
+    honest = together(figures_of_all([(order, "", (), seed) for seed in seeds]))
+    lied = together(figures_of_all(_lied(order, attack, seeds)))
+    fcfs = together(figures_of_all([("fcfs", "", (), seed) for seed in seeds]))
     p99, before = ttft_p99(lied), ttft_p99(honest)
     row: Row = {
         "experiment": "tenants", "concurrency": level, "level_name": attack, "order": order,
@@ -322,7 +388,8 @@ def _row(level: int, attack: str, order: str, seeds: Sequence[int]) -> Row:
         "victim_ttft_p99_s": p99, "honest_ttft_p99_s": before, "victim_ratio": p99 / before,
         "goodput_ratio": lied.good / max(1, honest.good), "gain": lied.tokens / honest.tokens,
         "latency_gain": _median(honest.own_ttfts) / _median(lied.own_ttfts),
-        "cost": lied.cost / honest.cost, "throughput_ratio": honest.work / fcfs.work,
+        "cost": lied.cost / honest.cost, "attempts": lied.attempts / lied.own_jobs,
+        "throughput_ratio": honest.work / fcfs.work,
         "credit_term": _credit(order, honest, len(seeds)),
     }  # fmt: skip
     return row | dict.fromkeys(COMPARED)

@@ -81,9 +81,14 @@ class UsageOrder(TenantOrder):
         raise NotImplementedError
 
     def charge(self, name: str, served: Served) -> None:
-        """Count service while requests wait."""
-        if self.contended:
-            self._apply(self._tenant(name), served, self._rates)
+        """Count service; what nobody waited for becomes a debt of at most the credit."""
+        tenant: Any = self._tenant(name)
+        before = tenant.counter
+        self._apply(tenant, served, self._rates)
+        excess = tenant.counter - max(before, self._highest + self._credit)
+        if excess > 0.0 and not self.contended:
+            tenant.counter -= excess
+            tenant.base -= excess
 
     def rank(self, tenant: Any) -> Any:
         """Return the counter, with the KV held so far."""
@@ -113,17 +118,17 @@ class UsageOrder(TenantOrder):
         if self.contended:
             claim = float(min(tokens, request.max_tokens) * request.sequences)
             self._claims[request.id] = claim, self._rates
-            self._apply(self._tenant(request.tenant), Served(0.0, claim), self._rates)
+            self._apply(self._tenant(request.account), Served(0.0, claim), self._rates)
 
     def served(self, request: Request, tokens: int) -> None:
         """Charge the output tokens beyond the claim."""
-        self._count(request.tenant, 0, tokens)
+        self._count(request.account, 0, tokens)
         self._kv.grew(request.id, tokens, self._contended_ns)
         left, rates = self._claims.get(request.id, (0.0, self._rates))
         if left:
             self._claims[request.id] = max(0.0, left - tokens), rates
         if tokens > left:
-            self.charge(request.tenant, Served(0.0, tokens - left))
+            self.charge(request.account, Served(0.0, tokens - left))
 
     def ended(self, request: Request, now: int) -> None:
         """Refund the rest of the claim, and free the KV."""
@@ -131,7 +136,7 @@ class UsageOrder(TenantOrder):
         self._kv.ended(request.id, self._contended_ns)
         left, rates = self._claims.pop(request.id, (0.0, self._rates))
         if left:
-            self._apply(self._tenant(request.tenant), Served(0.0, -left), rates)
+            self._apply(self._tenant(request.account), Served(0.0, -left), rates)
 
     def kv_token_ms(self, tenant: str) -> int:
         """Return the KV token-milliseconds of a tenant here."""
@@ -183,7 +188,8 @@ class Drf(UsageOrder):
 
     u is cumulative use over capacity, in seconds of the fleet: of prompt tokens, output tokens and
     KV token-seconds. Where workers do both, prefill and decode are one resource, and u adds up.
-    Use counts while requests wait, and anew when a tenant that was below the floor returns.
+    Use counts anew when a tenant that was below the floor returns. Where nobody waits, it becomes a
+    debt of at most `credit`: a flood sent in such moments would be free otherwise.
     """
 
     Params: ClassVar[type[msgspec.Struct]] = DrfParams
@@ -239,7 +245,7 @@ class MarketOrder(UsageOrder):
     token and p_kv per token of KV and second (`fleet_rates`): own seconds, tolls and memory prices
     of the moment, scaled so that a second of the fleet costs a credit, the mean of one that
     prefills and one that decodes. The least F is who can pay soonest. Unused budget is kept up to
-    `credit`; what is used while nobody waits becomes a debt of at most `credit`.
+    `credit`.
     """
 
     def apply(self, tenant: Any, served: Served, rates: FleetRates) -> None:
@@ -247,14 +253,6 @@ class MarketOrder(UsageOrder):
         price = rates.prefill_s * served.prompt + rates.output_s * served.output
         price += rates.kv_token_s * served.kv_token_s
         tenant.counter += price / tenant.weight
-
-    def charge(self, name: str, served: Served) -> None:
-        """Count service; while nobody waits up to a debt."""
-        tenant = self._tenant(name)
-        before = tenant.counter
-        self._apply(tenant, served, self._rates)
-        if not self.contended:
-            tenant.counter = min(tenant.counter, max(before, self._highest + self._credit))
 
     def rank(self, tenant: Any) -> Any:
         """Return what is spent, and the price of the next request, over the budget."""
@@ -290,7 +288,7 @@ class MarketOrder(UsageOrder):
         return TokenCharges(self._rates.prefill_s, self._rates.output_s)
 
     def _sort(self, waiting: QueuedRequest) -> None:
-        tenant = self._tenants.get(waiting.request.tenant)
+        tenant = self._tenants.get(waiting.request.account)
         if tenant is not None and tenant.queue:
             self._push(tenant)
 
@@ -384,7 +382,7 @@ class KarmaOrder(TenantOrder):
         """Add a waiting request."""
         self._roll(waiting.since)
         super().add(waiting)
-        tenant: Any = self._tenants[waiting.request.tenant]
+        tenant: Any = self._tenants[waiting.request.account]
         tenant.seen = max(tenant.seen, waiting.since)
 
     def first(self, now: int) -> QueuedRequest | None:
@@ -534,7 +532,7 @@ class Dlpm(TenantOrder):
 
     def add(self, waiting: QueuedRequest) -> None:
         """Add a waiting request."""
-        tenant = self._tenant(waiting.request.tenant)
+        tenant = self._tenant(waiting.request.account)
         tenant.weight = waiting.weight
         if not tenant.queue:
             self.lift(tenant)
@@ -587,7 +585,7 @@ class Dlpm(TenantOrder):
             self._sent[key] = None
             self._sent.move_to_end(key)
             for other, index in self._missing.pop(key, {}).values():
-                tenant = self._tenants[other.request.tenant]
+                tenant = self._tenants[other.request.account]
                 tenant.queue.remove(other)
                 self._wait(tenant, other, 0, index + 1)
         while len(self._sent) > _MAX_BLOCKS:
