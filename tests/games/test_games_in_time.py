@@ -127,13 +127,16 @@ def test_a_planner_that_answers_late_overshoots_by_its_lag_and_turns_for_ever() 
 
 def test_the_audit_finds_what_is_known_of_each_mechanism() -> None:
     made = {name: audit(name, 6, 0) for name in ("drf", "ceei", "asset_fair")}
+    told: dict[float, str] = {}
+    audit("ceei", 2, 0, told)
+    assert max(told) == pytest.approx(made["ceei"]["strategy_proof"] or 0, abs=0.2)
     assert {key for key, value in made["drf"].items() if value} == {"sybil_proof"}
     assert made["ceei"]["strategy_proof"]
     assert made["asset_fair"]["sharing_incentive"]
     rng = np.random.default_rng(0)
     assert violations(MECHANISMS["slices"], *CLASSIC, rng)["efficient"] > 0
     assert violations(MECHANISMS["partial_allocation"], *CLASSIC, rng)["strategy_proof"] <= 1e-6
-    assert len(known_answers()) == 21
+    assert len(known_answers()) == 23
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from pigou.games.ceei import ceei
 from pigou.games.drf import asset_fair, drf, dynamic_max_min, max_min
 from pigou.games.fisher import fisher, volatile_market
 from pigou.games.karma import karma
+from pigou.games.lending import flexible_lending, t_period_lending
 from pigou.games.lq_game import lq_price_of_anarchy
 from pigou.games.nash_bargaining import nash_bargaining
 from pigou.games.partial_allocation import partial_allocation
@@ -34,6 +35,7 @@ from pigou.games.strategic_queues import (
     simulate_queues,
     uniform_service_rate,
 )
+from pigou_lab.games.sharing_periods import RULES, period_row
 
 Mechanism = Callable[[Floats, Floats], Floats]
 MECHANISMS: Mapping[str, Mechanism] = {
@@ -59,9 +61,13 @@ def served(bundle: Floats, needs: Floats) -> Floats:
 
 
 def violations(
-    mechanism: Mechanism, needs: Floats, room: Floats, rng: np.random.Generator
-) -> dict[str, float]:
-    """Return by how much each property fails on an instance, as a share; 0 where it holds."""
+    mechanism: Mechanism, needs: Floats, room: Floats, rng: np.random.Generator,
+    told: dict[float, str] | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Return by how much each property fails on an instance, as a share; 0 where it holds.
+
+    `told` receives lies by their gain.
+    """
     tenants = len(needs)
     bundles = mechanism(needs, room)
     own = np.array([served(bundle, need) for bundle, need in zip(bundles, needs, strict=True)])
@@ -80,7 +86,10 @@ def violations(
             report = needs.copy()
             report[i] = lie
             value = float(served(mechanism(report, room)[i], needs[i]))
-            worst["strategy_proof"] = max(worst["strategy_proof"], value / own[i] - 1.0)
+            gain = value / own[i] - 1.0
+            if told is not None and gain > max(_GAIN, worst["strategy_proof"]):
+                told[gain] = f"{100 * gain:.3g}%: {needs[i].tolist()} as {lie.tolist()}"
+            worst["strategy_proof"] = max(worst["strategy_proof"], gain)
         twice = mechanism(np.vstack([needs, needs[i]]), room)
         value = float(served(twice[i] + twice[-1], needs[i]))
         worst["sybil_proof"] = max(worst["sybil_proof"], value / own[i] - 1.0)
@@ -94,7 +103,9 @@ def violations(
     return {name: float(value) for name, value in worst.items()}
 
 
-def audit(name: str, trials: int, seed: int) -> dict[str, float | None]:
+def audit(
+    name: str, trials: int, seed: int, told: dict[float, str] | None = None
+) -> dict[str, float | None]:
     """Return each property's worst violation over random instances; None where it holds."""
     rng = np.random.default_rng(seed)
     worst = dict.fromkeys(PROPERTIES, 0.0)
@@ -103,19 +114,30 @@ def audit(name: str, trials: int, seed: int) -> dict[str, float | None]:
         n, m = int(rng.integers(2, 5)), int(rng.integers(1, 4))
         random = rng.integers(1, 6, (n, m)).astype(np.float64), rng.uniform(5, 30, m)
         needs, room = instances[trial] if trial < len(instances) else random
-        for key, value in violations(MECHANISMS[name], needs, room, rng).items():
+        for key, value in violations(MECHANISMS[name], needs, room, rng, told).items():
             worst[key] = max(worst[key], value)
     return {key: value if value > _GAIN else None for key, value in worst.items()}
 
 
 def audits(trials: int, seed: int) -> list[dict[str, Any]]:
-    """Return a row for each mechanism: "yes", or the worst violation in per cent."""
-    rows = []
+    """Return a row for each mechanism: "yes", or the worst violation in per cent.
+
+    First those of several resources, then those of one resource over periods, with queue orders.
+    """
+    rows: list[dict[str, Any]] = []
     for name in MECHANISMS:
-        made = audit(name, trials, seed)
-        cells = {k: "yes" if v is None else f"no: {100 * v:.3g}%" for k, v in made.items()}
-        rows.append({"mechanism": name} | cells)
-    return rows
+        told: dict[float, str] = {}
+        made = audit(name, trials, seed, told)
+        best = told[max(told)] if told else "none"
+        rows.append({"mechanism": name, **made, "online_strategy_proof": "-", "best_lie": best})
+    rows += [{"mechanism": name, **period_row(name, trials, seed)} for name in RULES]
+    return [{key: _cell(value) for key, value in row.items()} for row in rows]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return "yes" if value is None or value <= _GAIN else f"no: {100 * value:.3g}%"
 
 
 def known_answers() -> list[dict[str, Any]]:
@@ -132,6 +154,8 @@ def known_answers() -> list[dict[str, Any]]:
         ("dynamic max-min, totals", dynamic_max_min(moving, 1).sum(axis=0)),
         ("instant max-min, totals", sum(max_min(row, 1) for row in moving)),
         ("Karma, totals", karma(quanta, 2, alpha=0.5, credits=6)[0].sum(axis=0)),
+        ("flexible lending, totals", flexible_lending(moving, 1 / 3).sum(axis=0)),
+        ("lending over 2 T rounds, T = 1", t_period_lending([[2, 0], [1, 1]], 1)),
         ("linear Fisher market, prices", fisher([[2, 1], [1, 3]], [1, 2]).prices),
         ("volatile market, progress", volatile_market([[1, 1, 0], [0, 1, 2]], 1).utilities),
         ("partial allocation, fractions", partial_allocation([[2, 1], [1, 3]]).fractions),
