@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 from urllib.parse import urlsplit
@@ -88,6 +88,19 @@ def check_all(*checks: Callable[[], object]) -> None:
             lines += str(error).splitlines()
     if lines:
         raise ConfigError("\n".join(dict.fromkeys(lines)))
+
+
+def key_values(option: str, items: str | Iterable[str], form: str = "key=value") -> dict[str, str]:
+    """Read `key=value,...`, or items of it; `form` is how messages tell to write one."""
+    values: dict[str, str] = {}
+    for item in (items.split(",") if items else ()) if isinstance(items, str) else items:
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not key or not equals:
+            raise ConfigError(f"{option}: {item!r} is not understood; write {form}")
+        if key in values:
+            raise ConfigError(f"{option}: {key} is given twice ({item!r} again); give it once")
+        values[key] = value
+    return values
 
 
 def wrong(error: Exception, kind: type[msgspec.Struct], values: Any) -> str:
@@ -348,9 +361,9 @@ class LaneConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def __post_init__(self) -> None:
         for name in ("min_prompt", "tokens", "seqs"):
-            check_bounds(f"long_lane: {name}", getattr(self, name), ge=1)
-        check_bounds("long_lane: idle_tokens", self.idle_tokens, ge=0)
-        check_bounds("long_lane: kv_share", self.kv_share, gt=0, lt=1)
+            check_bounds(name, getattr(self, name), ge=1)
+        check_bounds("idle_tokens", self.idle_tokens, ge=0)
+        check_bounds("kv_share", self.kv_share, gt=0, lt=1)
 
     def is_long(self, prompt: int) -> bool:
         """True if a prompt of `prompt` tokens belongs in the lane."""
@@ -361,19 +374,11 @@ class LaneConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Read `min_prompt=32768,tokens=256[,...]`; None for "". Raises ConfigError."""
         if not text:
             return None
-        items = [item.partition("=") for item in text.split(",")]
-        values = {name.strip(): value.strip() for name, _, value in items}
-        known = cls.__struct_fields__
-        for name, equals, _ in items:
-            if not equals or name.strip() not in known or len(values) < len(items):
-                raise ConfigError(
-                    f"long_lane has {name.strip()!r}; give NAME=VALUE once each, of "
-                    f"{', '.join(known)}"
-                )
+        values = key_values("long_lane", text)
         try:
             return msgspec.convert(values, cls, strict=False)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"long_lane is {text!r}: {error}") from None
+            raise ConfigError(f"long_lane: {wrong(error, cls, values)}") from None
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

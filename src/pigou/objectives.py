@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, key_values
 from pigou.registry import read_struct
 
 _INF = float("inf")
@@ -53,15 +53,10 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         """Read `ttft=500ms,itl=30ms[,percentile=95]` (`tpot` is `itl`); raises ConfigError."""
         keys = {"ttft": "ttft_s", "itl": "itl_s", "tpot": "itl_s", "percentile": "percentile"}
         values: dict[str, Any] = {}
-        for item in text.split(","):
-            key, equals, value = (part.strip() for part in item.partition("="))
-            field = keys.get(key)
-            if field is None or not equals:
-                raise ConfigError(
-                    f"slo has {item!r}; give ttft=500ms,itl=40ms[,percentile=95], times in ms or s"
-                )
-            if field in values:
-                raise ConfigError(f"slo gives {key} twice")
+        form = "ttft=500ms,itl=40ms[,percentile=95], times in ms or s"
+        for key, value in key_values("slo", text, form).items():
+            if (field := keys.get(key)) is None or field in values:
+                raise ConfigError(f"slo has {key}={value}; write {form}")
             values[field] = value.removesuffix("%") if field == key else latency_s(key, value)
         return read_struct("slo", cls, values)
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pigou.config import ConfigError, wrong
+from pigou.config import ConfigError, key_values, wrong
 
 #: Pigou is on no package registry: an extra is installed from its source.
 _WHERE = "in a checkout of Pigou"
@@ -78,6 +78,11 @@ def read_struct(where: str, kind: type[T], values: Any, *, strict: bool = False)
         return msgspec.convert(values, kind, strict=strict)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {wrong(error, kind, values)}") from error
+
+
+def read_keys(where: str, kind: type[T], text: str) -> T:
+    """Read `key=value,...` as a struct; ConfigError names `where`."""
+    return read_struct(where, kind, key_values(where, text))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import typer
 
-from pigou.config import ConfigError, RunError
+from pigou.config import ConfigError, RunError, key_values
 from pigou.kv.tier_config import parse_size
 from pigou.request import SECOND
 from pigou.small_file import read_json
@@ -39,14 +39,11 @@ def number_or_text(text: str) -> float | str:
 def numbers(option: str, items: Sequence[str]) -> dict[str, float]:
     """Parse repeated `NAME=NUMBER` values."""
     values: dict[str, float] = {}
-    for item in items:
-        name, equals, value = item.partition("=")
+    for name, value in key_values(option, items, "NAME=NUMBER").items():
         try:
             values[name] = int(value) if value.lstrip("-").isdigit() else float(value)
         except ValueError:
-            equals = ""
-        if not name or not equals:
-            raise typer.BadParameter(f"{option} {item!r} is not NAME=NUMBER")
+            raise ConfigError(f"{option}: {name} is {value!r}; give a number") from None
     return values
 
 
@@ -70,10 +67,7 @@ def named(option: str, text: str) -> tuple[str, dict[str, object]]:
     if not name:
         raise ConfigError(f"{option} is {text!r}; write NAME or NAME,key=value")
     values: dict[str, object] = {}
-    for item in rest:
-        key, equals, value = item.partition("=")
-        if not key or not equals:
-            raise ConfigError(f"{option}: {item!r} is not understood; write key=value after NAME")
+    for key, value in key_values(option, rest, "key=value after NAME").items():
         _put(option, values, key.split("."), _read(value))
     return name, values
 

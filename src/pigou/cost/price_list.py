@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, key_values
 from pigou.models.gpus import GPUS
 
 #: Hours of a month as clouds count them: 8,760 / 12.
@@ -68,18 +68,18 @@ def read_price_list(text: str, gpu_name: Callable[[str], str]) -> PriceList:
 def read_prices(text: str, gpu_name: Callable[[str], str]) -> dict[str, float]:
     """Read `H100=2.5,dram=3,...` without defaults; raises as `read_price_list`."""
     prices: dict[str, float] = {}
-    for item in text.split(","):
-        name, _, value = item.strip().partition("=")
+    form = (
+        "default, or NAME=DOLLARS: a GPU's hour (H100=2.5), or a gigabyte-month of "
+        f"{', '.join(STORAGE_USD)}"
+    )
+    for given, value in key_values("prices", text, form).items():
         try:
             usd = float(value)
         except ValueError:
             usd = -1.0
         if not 0.0 <= usd < math.inf:
-            raise ConfigError(
-                f"prices has {item!r}; write default, or NAME=DOLLARS: a GPU's hour (H100=2.5), "
-                f"or a gigabyte-month of {', '.join(STORAGE_USD)}"
-            )
-        name = name.strip() if name.strip() in STORAGE_USD else gpu_name(name.strip())
+            raise ConfigError(f"prices has {given}={value}; write {form}")
+        name = given if given in STORAGE_USD else gpu_name(given)
         if name in prices:
             raise ConfigError(f"prices has {name} twice; give it once")
         prices[name] = usd

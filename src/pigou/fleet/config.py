@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds, check_fields, is_http_url, option
+from pigou.config import ConfigError, check_bounds, check_fields, is_http_url, key_values, option
 from pigou.gateway.config import Overflow
 from pigou.placement.gang import Pack
 from pigou.placement.topology import TopologyLevel
@@ -330,17 +330,12 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     @property
     def aliases(self) -> Mapping[str, str]:
         """Names of model pools by alias. Raises ConfigError."""
-        known, aliases = {pool.name for pool in self.model_pool}, dict[str, str]()
-        for text in self.model_alias:
-            alias, _, name = text.partition("=")
-            if not alias or name not in known:
-                raise ConfigError(
-                    f"model_alias is {text[:80]!r}; write ALIAS=NAME with a name of: "
-                    f"{', '.join(sorted(known))}"
-                )
-            if alias in aliases:
-                raise ConfigError(f"model_alias has {alias!r} twice; keep one")
-            aliases[alias] = name
+        names = sorted(pool.name for pool in self.model_pool)
+        form = f"ALIAS=NAME with a name of: {', '.join(names)}"
+        aliases = key_values("model_alias", self.model_alias, form)
+        for alias, name in aliases.items():
+            if name not in names:
+                raise ConfigError(f"model_alias has {alias}={name[:80]}; write {form}")
         return aliases
 
     @property
@@ -437,13 +432,10 @@ class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
         url, *rest = text.split(",")
         if not is_http_url(url) or urlsplit(url).query:
             raise ConfigError(f"attach: {url!r} is no base URL; write for example http://HOST:8000")
-        options = {}
-        for item in rest:
-            name, equals, value = item.partition("=")
-            if name not in _ATTACH_OPTIONS or not equals:
-                known = ", ".join(f"{option}=" for option in _ATTACH_OPTIONS)
-                raise ConfigError(f"attach: {item!r} is not understood; after the URL come {known}")
-            options[name] = value
+        form = f"after the URL {', '.join(f'{option}=' for option in _ATTACH_OPTIONS)}"
+        options = key_values("attach", rest, form)
+        if unknown := options.keys() - set(_ATTACH_OPTIONS):
+            raise ConfigError(f"attach: {min(unknown)!r} is not understood; write {form}")
         role = options.pop("role", Role.BOTH.value)
         if role not in list(Role):
             raise ConfigError(f"attach: role is {role!r}; it must be prefill, decode or both")

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds
+from pigou.config import ConfigError, check_bounds, key_values
 from pigou.kv.offload import RecomputeCost, TierSpeed, staging_of
 from pigou.kv.tier import Tier
 from pigou.kv.tier_eviction.policy import TierSetting, load
@@ -89,7 +89,7 @@ def read_tier(text: str) -> StoreTier:
     """Read `NAME=SIZE[@PLACE][,policy=NAME][,params.KEY=VALUE]...`; raises ConfigError."""
     name, size, uri, rest = split_tier(text)
     values: dict[str, Any] = {"name": name, "gib": parse_size(size) / 2**30, "uri": uri}
-    for key, value in (item.split("=", 1) for item in rest.split(",")[1:]):
+    for key, value in key_values(f"tier {text!r}", rest.split(",")[1:]).items():
         into = values.setdefault("params", {}) if key.startswith("params.") else values
         if (key := key.removeprefix("params.")) in into:
             raise ConfigError(f"tier {text!r}: {key} is given twice; give it once")

@@ -8,7 +8,7 @@ from enum import IntEnum, StrEnum
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, key_values
 from pigou.request import Location
 
 
@@ -31,14 +31,11 @@ class Distance(IntEnum):
 
 def read_location(text: str) -> Location:
     """Read `host=H[,rack=R][,zone=Z]`, empty for unknown; raises ConfigError otherwise."""
-    labels: dict[str, str] = {}
-    for item in filter(None, text.split(",")):
-        name, _, value = item.partition("=")
-        if name not in Location._fields or not value or name in labels:
-            raise ConfigError(
-                f"location: {item!r} is not understood; write host=H[,rack=R][,zone=Z], each once"
-            )
-        labels[name] = value
+    form = "host=H[,rack=R][,zone=Z]"
+    labels = key_values("location", text, form)
+    for name, value in labels.items():
+        if name not in Location._fields or not value:
+            raise ConfigError(f"location: {name}={value} is not understood; write {form}")
     if labels and "host" not in labels:
         raise ConfigError(f"location is {text!r}; host= is missing")
     return Location(**labels)

@@ -7,7 +7,7 @@ import numpy as np
 
 from pigou.config import check_bounds
 from pigou.engine.plan import Plan, Result
-from pigou.registry import read_struct
+from pigou.registry import read_keys
 from pigou.request import Ints, Nanos
 from pigou.sim.timing import StepShape, Timing
 
@@ -27,10 +27,7 @@ class DraftConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 def read_drafts(text: str) -> DraftConfig | None:
     """Read `acceptance=A[,num_speculative_tokens=K][,cost=C]`; raises ConfigError."""
-    if not text:
-        return None
-    values = {key: value for key, _, value in (item.partition("=") for item in text.split(","))}
-    return read_struct("speculation", DraftConfig, values)
+    return read_keys("speculation", DraftConfig, text) if text else None
 
 
 class SimDrafts:

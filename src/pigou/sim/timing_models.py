@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds
+from pigou.config import ConfigError, check_bounds, key_values
 from pigou.models.architecture import Architecture
 from pigou.models.gpus import gpu as find_gpu
 from pigou.models.gpus import kv_blocks
@@ -119,20 +119,12 @@ def _model(name: str, kv_dtype: str) -> Architecture:
 
 def _law(text: str) -> BuiltTiming:
     values: dict[str, object] = {}
-    given: set[str] = set()
+    preset, _, rest = text.partition(",")
     worker = None
-    for item in filter(None, text.split(",")):
-        key, equals, value = item.partition("=")
-        if key in given:
-            raise ConfigError(f"timing law: {key} is given twice ({item!r} again); give it once")
-        given.add(key)
-        if not equals:
-            if key not in PRESETS or values:
-                known = ", ".join(PRESETS)
-                raise ConfigError(f"timing law: {item!r} is no preset; it must be one of: {known}")
-            values = msgspec.to_builtins(PRESETS[key])
-            worker = PRESET_WORKERS[key]
-        else:
-            values[key] = value
-    law = read_struct("timing law", Law, values)
+    if preset and "=" not in preset:
+        if preset not in PRESETS:
+            known = ", ".join(PRESETS)
+            raise ConfigError(f"timing law: {preset!r} is no preset; it must be one of: {known}")
+        values, worker, text = msgspec.to_builtins(PRESETS[preset]), PRESET_WORKERS[preset], rest
+    law = read_struct("timing law", Law, values | key_values("timing law", text))
     return BuiltTiming(LawTiming(law), law.overhead, worker=worker)

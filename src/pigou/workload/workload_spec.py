@@ -15,7 +15,7 @@ from typing import Self, TypeVar
 import msgspec
 import numpy as np
 
-from pigou.config import ConfigError, check_fields
+from pigou.config import ConfigError, check_fields, key_values
 from pigou.registry import read_struct
 from pigou.request import SECOND
 from pigou.sim.arrival_rate import (
@@ -186,7 +186,7 @@ def _read_part(text: str, seed: int) -> WorkloadSpec:
     """
     kind, colon, rest = text.partition(":")
     if colon and kind in ("closed", "poisson", "gamma") and not Path(text).exists():
-        values = _keys(rest)
+        values = key_values("workload", rest)
         client = _client(values)
         lengths = _lengths(_take(values, _LENGTHS))
         if kind == "closed":
@@ -198,13 +198,13 @@ def _read_part(text: str, seed: int) -> WorkloadSpec:
         return WorkloadSpec(renewal(lengths, rate, shape.cv, shape.n, shape.hold, seed), client)
     if text.startswith("mix=") and not Path(text).exists():
         mix, rest = LengthMix.parse(text)
-        values = _keys(rest)
+        values = key_values("workload", rest)
         client = _client(values)
         shape = _convert(values, _Arrivals, _CLIENT)
         loop = mix.arrivals(read_rate(shape.rate), shape.cv, shape.n, shape.hold, seed)
         return WorkloadSpec(loop, client)
     path, _, rest = (text, "", "") if Path(text).exists() else text.partition(",")
-    values = _keys(rest)
+    values = key_values("workload", rest)
     client = _client(values)
     if "cv" in values and "rate" not in values:
         raise ConfigError(
@@ -314,18 +314,6 @@ def _lengths(values: Mapping[str, str]) -> RequestLengths:
 
 def _scope(name: str) -> int:
     return int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
-
-
-def _keys(text: str) -> dict[str, str]:
-    values: dict[str, str] = {}
-    for item in filter(None, text.split(",")):
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise ConfigError(f"workload: {item!r} is not understood; write key=value")
-        if key in values:
-            raise ConfigError(f"workload: {key} is given twice ({item!r} again); give it once")
-        values[key] = value
-    return values
 
 
 def _take(values: dict[str, str], names: tuple[str, ...]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from pigou.cli.option_values import named
 from pigou.config import ConfigError
 from pigou.stop_signals import END_S, StopSignals
 from pigou_lab.dynamo_host import binding
@@ -107,20 +108,8 @@ def _steering(options: argparse.Namespace) -> Steering:
 
 def _named(what: str, text: str) -> dict[str, Any]:
     """Parse `NAME[,key=value]...`; a dot in a key reaches a nested parameter."""
-    name, *rest = text.split(",")
-    values: dict[str, Any] = {what: name}
-    for item in rest:
-        path, equals, value = item.partition("=")
-        if not path or not equals:
-            raise ConfigError(f"{what}: {item!r} is not understood; write key=value after NAME")
-        *outer, last = path.split(".")
-        inner = values
-        for part in outer:
-            inner = inner.setdefault(part, {})
-            if not isinstance(inner, dict):
-                raise ConfigError(f"{what}: {part} has a value, and parts as well")
-        inner[last] = value
-    return values
+    name, params = named(what, text)
+    return {what: name, **params}
 
 
 def _probe(options: argparse.Namespace) -> int:

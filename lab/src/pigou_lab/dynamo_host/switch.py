@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, key_values
 from pigou.control.routing_controller import Parameters, RoutingSetting
 from pigou.request import SECOND
 from pigou_lab.dynamo_host.meters import Meters
@@ -51,17 +51,14 @@ class Frontend:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"frontend: {url!r} is no URL; write for example http://HOST:8000")
         values: dict[str, float] = {}
-        for option in options:
-            name, _, value = option.partition("=")
+        form = "after the URL temperature= and overlap-weight=, as the frontend was started"
+        for name, value in key_values("frontend", options, form).items():
             if name not in ("temperature", "overlap-weight"):
-                raise ConfigError(
-                    f"frontend: {option!r} is not understood; after the URL come temperature= "
-                    "and overlap-weight=, as the frontend was started"
-                )
+                raise ConfigError(f"frontend: {name!r} is not understood; write {form}")
             try:
                 values[name.replace("-", "_")] = float(value)
             except ValueError:
-                raise ConfigError(f"frontend: {option!r}: give a number") from None
+                raise ConfigError(f"frontend: {name} is {value!r}; give a number") from None
         if "temperature" not in values:
             raise ConfigError(f"frontend: {text!r} has no temperature=; say how it was started")
         try:

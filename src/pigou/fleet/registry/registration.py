@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pigou.background import Background, wait_for
-from pigou.config import ConfigError, option
+from pigou.config import ConfigError, key_values, option
 from pigou.fleet.nats_connection import ReconnectBackoff
 from pigou.fleet.registry.entry import KVShape, Topology, WorkerEntry
 from pigou.fleet.registry.registry import EntryConflict, LeaseLost, Registry, open_registry
@@ -73,12 +73,10 @@ class RegistrationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         self, host: str, gpus: int = 0, location: Mapping[str, str] | None = None
     ) -> Topology:
         """Return where the worker runs: its labels, else `--location`, else the arguments."""
-        labels: dict[str, str] = {}
-        for text in self.label:
-            name, equals, value = text.partition("=")
-            if not name or not equals or not value or max(len(name), len(value)) > 512:
-                raise ConfigError(f"label is {text[:80]!r}; write NAME=VALUE, like rack=r1")
-            labels[name] = value
+        labels = key_values("label", self.label, "NAME=VALUE, like rack=r1")
+        for name, value in labels.items():
+            if not value or max(len(name), len(value)) > 512:
+                raise ConfigError(f"label {name[:80]} is {value[:80]!r}; give 1 to 512 characters")
         number = labels.pop("gpus", str(gpus))
         if not number.isdecimal() or len(number) > 6:
             raise ConfigError(f"label: gpus is {number[:20]!r}; it must be a number")

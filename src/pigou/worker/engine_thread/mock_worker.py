@@ -21,6 +21,7 @@ from pigou.config import ConfigError
 from pigou.engine.plan import Finish, Plan, Result
 from pigou.kv.hashing import chain
 from pigou.models import ModelError
+from pigou.registry import read_keys
 from pigou.request import (
     SECOND,
     BlockHashes,
@@ -267,18 +268,7 @@ def read_mock_adapter(nanoseconds: int, folder: Path) -> SimpleNamespace:
 
 def read_link(text: str) -> LinkConfig:
     """Parse `gbps=..,latency_us=..`; raises ConfigError on a bad key or value."""
-    values = {}
-    for item in text.split(","):
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise ConfigError(
-                f"timing_link: {item!r} is not understood; write gbps=..,latency_us=.."
-            )
-        values[key] = value
-    try:
-        keys = msgspec.convert(values, _LinkKeys, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"timing_link: {error}") from error
+    keys = read_keys("timing_link", _LinkKeys, text)
     return LinkConfig(gbps=keys.gbps, latency_us=keys.latency_us, sharing="fifo", ends="receiver")
 
 
