@@ -47,7 +47,7 @@ SLEEP = ("--executor", "sleep", "--model", "bundled", "--blocks", "64")
             "--eviction-least is 8; it must be at least 36 (sinks + recent)",
         ),
         (["--eviction", "h2o", "--eviction-interval", "8"], "at least the block size, 16"),
-        (["--eviction", "h2o", "--eviction-floor", "a"], "--eviction-floor 'a' is not NAME=NUMBER"),
+        (["--eviction", "h2o", "--eviction-floor", "a"], "--eviction-floor: 'a' is not underst"),
         (
             ["--eviction", "h2o", "--eviction-floor", "a=0.5"],
             "--eviction-floor is {'a': 0.5}: exp",
@@ -68,6 +68,43 @@ def test_a_bad_option_is_named_with_its_remedy(
     assert caught.value.code == 2
     shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert words in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--long-lane", "min_prompt=9"], "--long-lane: Object missing required field `tokens`"),
+        (["--long-lane", "min_prompt=9,tokens"], "--long-lane: 'tokens' is not understood; write"),
+        (["--long-lane", "min_prompt=9,tokens=4,min_prompt=9"], "min_prompt is given twice"),
+        (["--long-lane", "min_prompt=9,tokens=9999"], "tokens is 9999; it must be at most 2"),
+        (["--long-lane", "min_prompt=9,tokens=4,seqs=4096"], "seqs is 4096; it must be below"),
+        (["--ageing", "0"], "--ageing is 0.0; it must be above 0 tokens a second"),
+        (
+            ["--order", "fcfs", "--max-background-tokens", "64"],
+            "only the order priority knows who is in the backgr",
+        ),
+        (["--max-model-len", "4096"], "--max-model-len is 4096; 64 blocks of 16 tokens hold 1024"),
+        (["--enable-lora", "--lora-modules", "a"], "'a' is not understood; write NA"),
+        (["--enable-lora", "--lora-modules", "a=PLACE"], "PLACE/adapter_config.json is there; giv"),
+        (["--kv-transfer", "nixl"], "has nixl, and NIXL cannot be loaded"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_bad_option_is_refused_before_a_model_loads(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def run(*_: object) -> int:
+        raise AssertionError("a model loads")
+
+    monkeypatch.setattr("pigou.worker.process.run", run)
+    monkeypatch.setattr("pigou.worker.kv_transfer.nixl._PACKAGES", ("no_such_package",))
+    given = [option.replace("PLACE", str(tmp_path)) for option in options]
+    with pytest.raises(SystemExit) as caught:
+        main(["worker", "--model", "bundled", "--blocks", "64", *given])
+    assert caught.value.code == 2
+    shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert words.replace("PLACE", str(tmp_path)) in shown
 
 
 def test_a_model_that_cannot_be_run_is_wrong_usage(

@@ -16,7 +16,6 @@ import msgspec
 from aiohttp import web
 from prometheus_client.core import Metric
 
-from pigou.config import ConfigError
 from pigou.engine.plan import AdapterLoad
 from pigou.kv.memory_price import UseRates, held_value
 from pigou.metric_rows import counter_family, gauge_family
@@ -84,10 +83,7 @@ class AdapterStore:
         self._device: dict[int, str] = {}  # keys by slot
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self.loads, self.load_s = 0, 0.0
-        for entry in config.lora_modules:
-            name, equals, path = entry.partition("=")
-            if not (name and equals and path):
-                raise ConfigError(f"lora_modules has {entry!r}; give NAME=FOLDER")
+        for name, path in config.adapters.items():
             self.add(name, path)
 
     def add(self, name: str, path: str, inplace: bool = False) -> None:

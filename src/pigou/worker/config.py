@@ -10,12 +10,15 @@ import msgspec
 from pigou.config import (
     NEVER,
     ConfigError,
+    EngineConfig,
     EplbConfig,
     EvictionConfig,
+    LaneConfig,
     QueueOrder,
     SpeculativeConfig,
     check_bounds,
     check_fields,
+    key_values,
     option,
     read_eplb,
     read_speculation,
@@ -364,6 +367,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         self._check_tensor_parallel()
         _ = self.expert_parallel
         self._check_timing()
+        self.engine_config(self.blocks or NEVER, self.max_model_len or 1)
         for name in ("quantization", "kv_cache_dtype"):
             if self.sleeps and (value := getattr(self, name)) != "auto":
                 raise ConfigError(f"{name} is {value!r}, and the worker only takes time; give auto")
@@ -372,6 +376,32 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ConfigError(
                 f"speculative_config is {self.speculative_config!r}, and {other}; leave one out"
             )
+
+    def engine_config(self, blocks: int, max_tokens: int) -> EngineConfig:
+        """Return the engine's limits; a sequence of `max_tokens` is cut to what `blocks` hold."""
+        cache_tokens, drafting = blocks * self.block_size, self.speculation
+        if self.max_model_len > cache_tokens:
+            raise ConfigError(
+                f"max_model_len is {self.max_model_len}; {blocks} blocks of {self.block_size} "
+                f"tokens hold {cache_tokens}: lower it, or give more blocks or memory"
+            )
+        return EngineConfig(
+            blocks=blocks, block_size=self.block_size, host_blocks=self.host_blocks,
+            max_seqs=self.max_seqs, max_batched_tokens=self.max_batched_tokens,
+            max_background_tokens=self.max_background_tokens,
+            max_model_len=min(max_tokens, cache_tokens), order=self.order, ageing=self.ageing,
+            input_weight=self.input_weight, lane=LaneConfig.parse(self.long_lane),
+            prefix_caching=self.prefix_caching, max_repeat=self.repeat,
+            max_waiting=self.max_waiting,
+            eviction=self.eviction if self.eviction.policy else None,
+            num_speculative_tokens=drafting.num_speculative_tokens if drafting is not None else 0,
+            max_loras=self.max_loras if self.enable_lora else 0,
+        )  # fmt: skip
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Folders of `lora_modules` by name."""
+        return key_values("lora_modules", self.lora_modules, "NAME=FOLDER")
 
     @property
     def expert_parallel(self) -> EplbConfig | None:
@@ -408,6 +438,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def _check_lora(self) -> None:
         check_fields(self, "max_loras", ge=1)
+        _ = self.adapters
         host, rank = self.max_cpu_loras, self.max_lora_rank
         if rank not in _RANKS:
             raise ConfigError(f"max_lora_rank is {rank}; give one of {_RANKS}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pigou.config import ConfigError, EngineConfig, LaneConfig
+from pigou.config import ConfigError
 from pigou.engine.core import EngineCore
 from pigou.engine.preemption import RateMeter
 from pigou.kv.block import KVLayout
@@ -322,25 +322,7 @@ def _core(
     config: WorkerConfig, blocks: int, max_tokens: int, tiers: WorkerTiers | None
 ) -> EngineCore:
     """Create the core; a sequence fits in the cache."""
-    cache_tokens = blocks * config.block_size
-    if config.max_model_len > cache_tokens:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}; {blocks} blocks of {config.block_size} "
-            f"tokens hold {cache_tokens}: lower it, or give more blocks or memory"
-        )
-    drafting = config.speculation
-    limits = EngineConfig(
-        blocks=blocks, block_size=config.block_size, host_blocks=config.host_blocks,
-        max_seqs=config.max_seqs, max_batched_tokens=config.max_batched_tokens,
-        max_background_tokens=config.max_background_tokens,
-        max_model_len=min(max_tokens, cache_tokens), order=config.order, ageing=config.ageing,
-        input_weight=config.input_weight, lane=LaneConfig.parse(config.long_lane),
-        prefix_caching=config.prefix_caching, max_repeat=config.repeat,
-        max_waiting=config.max_waiting,
-        eviction=config.eviction if config.eviction.policy else None,
-        num_speculative_tokens=drafting.num_speculative_tokens if drafting is not None else 0,
-        max_loras=config.max_loras if config.enable_lora else 0,
-    )  # fmt: skip
+    limits = config.engine_config(blocks, max_tokens)
     epoch_ns = time.time_ns() - time.monotonic_ns()  # Unix time at monotonic time 0
     return EngineCore(limits, epoch_ns, tiers.tiers if tiers is not None else None)
 

@@ -17,6 +17,7 @@ from pigou.models.read import choose_implementation
 from pigou.models.weight_files import find_weight_files
 from pigou.registry import named
 from pigou.worker.config import WorkerConfig
+from pigou.worker.kv_transfer.nixl import load_nixl
 
 #: Drivers of torch's `cuda` devices.
 _DRIVERS = ("cuda", "amdhip64")
@@ -28,6 +29,9 @@ def check_worker(config: WorkerConfig) -> None:
     checks: list[Callable[[], object]] = [
         partial(named, STORES, tier.name, "tier") for tier in config.tiers if tier.name != HOST
     ]
+    checks += [partial(_check_adapter, *item) for item in config.adapters.items()]
+    if "nixl" in config.kv_transfer.split(","):
+        checks.append(load_nixl)
     if not config.sleeps:
         checks += [
             partial(_check_model, config),
@@ -67,6 +71,14 @@ def _check_model(config: WorkerConfig) -> None:
         find_weight_files(folder)
     except ModelError as error:
         raise ConfigError(f"model is {model!r}, and its weights cannot be read: {error}") from None
+
+
+def _check_adapter(name: str, folder: str) -> None:
+    if not (Path(folder) / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"lora_modules has {name}={folder}, and no {folder}/adapter_config.json is there; give "
+            "a folder of PEFT"
+        )
 
 
 def _check_device(device: str) -> None:
