@@ -23,7 +23,7 @@ from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.workload import OpenLoop, RequestSession, RequestSpec
 
 LONG = 131_072
-LANE = "min_prompt=32768,tokens=64,idle_tokens=128"
+LANE = "min_prompt=32768,tokens=192,idle_tokens=384,halved_at=32768,yields=3"
 
 
 def sessions(rate: float, count: int, seed: int) -> list[RequestSession]:

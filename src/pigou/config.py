@@ -354,6 +354,10 @@ class LaneConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     min_prompt: int  # tokens from which a prompt is long
     tokens: int  # most tokens of long prompts per step beside other sequences
     idle_tokens: int = 0  # the same for one alone; 0 for the whole budget
+    # context tokens at which attention doubles a token's time, and a chunk has half the tokens:
+    # about 2 x parameters / (4 x hidden size x layers); 0 for chunks of one size.
+    halved_at: int = 0
+    yields: int = 0  # most successive steps that give the tokens to short prompts
     seqs: int = 1  # rows reserved for long prompts
     kv_share: float = (
         0.5  # share of KV blocks reserved for long prompts; the rest is for short ones
@@ -362,7 +366,8 @@ class LaneConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def __post_init__(self) -> None:
         for name in ("min_prompt", "tokens", "seqs"):
             check_bounds(name, getattr(self, name), ge=1)
-        check_bounds("idle_tokens", self.idle_tokens, ge=0)
+        for name in ("idle_tokens", "halved_at", "yields"):
+            check_bounds(name, getattr(self, name), ge=0)
         check_bounds("kv_share", self.kv_share, gt=0, lt=1)
 
     def is_long(self, prompt: int) -> bool:

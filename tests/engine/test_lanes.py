@@ -58,6 +58,35 @@ def test_long_prompts_keep_their_tokens_however_many_short_ones_wait() -> None:
         assert 2 in plan.counts.tolist()
 
 
+def test_chunks_of_a_long_prompt_shrink_with_its_context() -> None:
+    core = engine(lane=LaneConfig(min_prompt=32, tokens=4, idle_tokens=8, halved_at=16))
+    core.add(Request("long", 60, 1))
+    counts = [step(core).counts.tolist() for _ in range(11)]
+    assert counts == [[8], [5], [4], [3], [3], [3], [3], [2], [2], [2], [2]]
+    for count, context in zip((8, 5, 4, 3), (0, 8, 13, 17), strict=True):
+        assert count == 8 * 16 // (16 + context)
+
+
+def test_short_prompts_take_a_long_ones_tokens_for_a_few_steps_in_a_row() -> None:
+    core = engine(lane=LaneConfig(min_prompt=32, tokens=2, yields=2), max_seqs=40, blocks=200)
+    core.add(Request("long", 60, 1))
+    step(core)
+    for number in range(12):
+        core.add(Request(f"s{number}", 8, 9))
+    plans = [step(core) for _ in range(6)]
+    shares = [dict(zip(p.rows.tolist(), p.counts.tolist(), strict=True)).get(0, 0) for p in plans]
+    assert shares == [0, 0, 2, 0, 0, 2]
+
+
+def test_an_arrival_waits_behind_its_own_lane_alone() -> None:
+    core = engine()
+    core.add(Request("first", 40, 4))
+    core.add(Request("second", 40, 4))
+    step(core)
+    assert core.would_wait(Request("third", 40, 4))
+    assert not core.would_wait(Request("short", 6, 4))
+
+
 def test_a_waiting_long_prompt_gets_a_row_and_blocks_before_short_ones_take_them() -> None:
     core = engine(blocks=24, max_seqs=3, max_model_len=40)
     for number in range(3):
@@ -96,8 +125,8 @@ def test_the_lane_that_exceeds_its_blocks_is_preempted() -> None:
     [
         ("min_prompt=10", "tokens"),
         ("min_prompt=10,tokens=0", "long_lane: tokens is 0"),
-        ("min_prompt=10,tokens=4,rows=1", "'rows'"),
-        ("min_prompt=10,tokens=4,tokens=5", "once each"),
+        ("min_prompt=10,tokens=4,rows=1", "`rows`"),
+        ("min_prompt=10,tokens=4,tokens=5", "given twice"),
         ("min_prompt=10,tokens=4,kv_share=1", "kv_share is 1"),
     ],
 )

@@ -35,10 +35,13 @@ def _ranked_room(builder: ScheduleBuilder, seq: Sequence) -> int:
 def add_chunk(builder: ScheduleBuilder, seq: Sequence, remaining: int) -> None:
     """Add a chunk of a prompt's remaining tokens, as large as the budget allows."""
     count = min(remaining, prefill_room(builder, seq))
+    if builder.lane is not None and builder.lane.of(seq) == LONG:
+        allowed = builder.long_tokens
+        chunk = builder.lane.chunk(allowed, seq.length - remaining)
+        count = min(count, chunk)
+        builder.long_tokens -= allowed if count == chunk else count
     builder.batch.add(seq.row, count)
     builder.budget -= count
-    if builder.lane is not None and builder.lane.of(seq) == LONG:
-        builder.long_tokens -= count
     if builder.ranked:
         builder.top_priority = seq.request.priority
         builder.background -= count if builder.top_priority > 0 else 0

@@ -19,6 +19,7 @@ from pigou.engine.checks import (
     check_result,
     check_state,
 )
+from pigou.engine.lanes import LONG, SHORT
 from pigou.engine.output_processing import OutputProcessor, truncate
 from pigou.engine.plan import Effects, Plan, Rates, Result
 from pigou.engine.schedule_builder import NO_LOOKAHEAD
@@ -81,8 +82,10 @@ class EngineCore:
         return self._state.flush(Effects())
 
     def would_wait(self, request: Request) -> bool:
-        """True if `add` would accept a request and queue it behind another."""
-        head = self._state.queue.head()
+        """True if `add` would accept a request and queue it behind another of its lane."""
+        lane = self.config.lane
+        other = -1 if lane is None else SHORT if lane.is_long(request.prompt) else LONG
+        head = self._state.queue.head(skip=other)
         if head is None:
             return False
         try:

@@ -2,11 +2,13 @@
 
 | what | long prompts | short requests |
 |---|---|---|
-| tokens of a step | first `tokens`; `idle_tokens` if one runs alone | the rest |
+| tokens of a step | first `tokens`; alone `idle_tokens` | the rest; `yields` times in a row all |
 | rows | `seqs`; more without short requests | all but those owed to long prompts that wait |
 | blocks | `kv_share`; more without short requests | all but those owed likewise |
 
-The first long prompt starts whatever it needs. Lent rows and blocks come back as requests end.
+A token's attention takes time with its context: after `halved_at` tokens a chunk has half of the
+tokens, and ever fewer, so that each takes the same time. The first long prompt starts whatever it
+needs. Lent rows and blocks come back as requests end.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ class LongLane:
         self.config = config
         self.blocks = int(config.kv_share * blocks)  # reserved for long prompts
         self.rows: list[Sequence] = []  # long prompts with rows
+        self._yielded = 0  # successive steps whose tokens went to short prompts
 
     def of(self, seq: Sequence) -> int:
         """Return a sequence's lane."""
@@ -46,11 +49,24 @@ class LongLane:
         """Return the blocks of long prompts; `blocks` are those by row."""
         return sum(blocks.item(seq.row) for seq in self.rows)
 
-    def step_tokens(self, rows_used: int, waiting: WaitingQueue, budget: int) -> int:
-        """Return the tokens that long prompts may compute in a step."""
-        idle = rows_used <= 1 and waiting.head(skip=LONG) is None
+    def step_tokens(
+        self, rows_used: int, waiting: WaitingQueue, budget: int, prefilling: list[Sequence]
+    ) -> int:
+        """Return the tokens that long prompts may compute in a step, at the start of a prompt."""
+        short = waiting.head(skip=LONG) is not None
+        idle = rows_used <= 1 and not short
+        short = short or any(self.of(seq) == SHORT for seq in prefilling)
+        if short and self._yielded < self.config.yields:
+            self._yielded += 1
+            return 0
+        self._yielded = 0
         tokens = (self.config.idle_tokens or budget) if idle else self.config.tokens
         return min(tokens, budget)
+
+    def chunk(self, tokens: int, context: int) -> int:
+        """Return how many tokens after `context` others take the time of `tokens` first ones."""
+        half = self.config.halved_at
+        return max(1, tokens * half // (half + context)) if half and tokens else tokens
 
     def has_row(self, seq: Sequence, rows: Rows, block_size: int, waiting: WaitingQueue) -> bool:
         """True if a lane has a row for a waiting sequence, and a long prompt its blocks."""

@@ -239,7 +239,9 @@ class Scheduler:
         state.starting = []
         if state.lane is not None:
             builder.lane = state.lane
-            builder.long_tokens = state.lane.step_tokens(state.rows.used, state.queue, budget)
+            builder.long_tokens = state.lane.step_tokens(
+                state.rows.used, state.queue, budget, state.prefilling
+            )
         if state.scores is not None:
             evict_by_price(state, builder)
         priority = self._prefill_priority() if state.ranked else None
