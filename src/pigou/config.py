@@ -379,7 +379,8 @@ class LaneConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Read `min_prompt=32768,tokens=256[,...]`; None for "". Raises ConfigError."""
         if not text:
             return None
-        values = key_values("long_lane", text)
+        form = f"key=value with a key of: {', '.join(cls.__struct_fields__)}"
+        values = key_values("long_lane", text, form)
         try:
             return msgspec.convert(values, cls, strict=False)
         except msgspec.ValidationError as error:

@@ -82,7 +82,8 @@ def read_struct(where: str, kind: type[T], values: Any, *, strict: bool = False)
 
 def read_keys(where: str, kind: type[T], text: str) -> T:
     """Read `key=value,...` as a struct; ConfigError names `where`."""
-    return read_struct(where, kind, key_values(where, text))
+    form = f"key=value with a key of: {', '.join(kind.__struct_fields__)}"
+    return read_struct(where, kind, key_values(where, text, form))
 
 
 @contextmanager

@@ -128,7 +128,10 @@ def test_what_is_on_a_link_when_it_closes_still_arrives() -> None:
         (["--timing", "law:340b"], "give overhead=0"),
         (["--timing", "laws"], "it must be roofline"),
         (["--timing", "roofline", "--timing-gpu", "C64"], "C64"),
-        (["--timing", LAW, "--timing-link", "gbps"], "write gbps=..,latency_us=.."),
+        (
+            ["--timing", LAW, "--timing-link", "gbps"],
+            "with a key of: gbps, latency_us",
+        ),
         (["--timing", LAW, "--timing-link", "sharing=fair"], "unknown field"),
         (["--timing", LAW, "--sleep-base", "5"], "a worker sleeps by one law"),
         (["--timing-gpu", "H100"], "timing is not given"),

@@ -58,7 +58,7 @@ def test_a_class_is_read_from_options_and_its_header_in_any_case() -> None:
         ({"start_up": 3.0}, "give --planner too"),
         ({"interval_s": 0.0}, "interval_s is 0.0"),
         ({"slo": "ttft=0"}, "ttft_s is 0"),
-        ({"slo": "fast=1"}, "give ttft=500ms,itl=40ms"),
+        ({"slo": "fast=1"}, "write ttft=500ms,itl=40ms"),
     ],
 )
 def test_what_no_planner_can_use_is_refused(values: dict[str, object], message: str) -> None:
