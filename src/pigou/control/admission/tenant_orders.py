@@ -338,6 +338,7 @@ class KarmaOrder(TenantOrder):
         self._left = self._capacity  # service that the quantum still has
         self._owed = 0.0  # guaranteed service that users have not had in it
         self._due = False  # the guaranteed parts come first
+        self._mean = 0.0  # credits per weight as the quantum began
         self._was_contended = False
 
     def credits(self, tenant: str) -> float:
@@ -396,9 +397,8 @@ class KarmaOrder(TenantOrder):
         return super().first(now)
 
     def underserved(self, waiting: QueuedRequest) -> bool:
-        """True if the tenant has more credits per weight than users on average."""
-        credits = self.credits(waiting.request.tenant) / waiting.weight
-        return bool(credits * self._weights > sum(user.credits for user in self._users()))
+        """True if it has more credits per weight than users had as the quantum began."""
+        return self.credits(waiting.request.tenant) > self._mean * waiting.weight
 
     def _users(self) -> list[Any]:
         tenants: Any = self._tenants.values()
@@ -430,6 +430,7 @@ class KarmaOrder(TenantOrder):
         self._weights = sum(user.weight for user in users)
         self._left, self._due = self._capacity, False
         self._owed = sum(self._guaranteed(user) for user in users)
+        self._mean = sum(user.credits for user in users) / max(self._weights, 1e-9)
         self._was_contended = self.contended
         self._push_all()
 
