@@ -126,6 +126,25 @@ async def noisy_neighbour(fleet: LiveFleet) -> None:
     await asyncio.gather(*loud, quiet)
 
 
+async def head_of_line(fleet: LiveFleet) -> None:
+    """Every fourth part of the time a prompt of 50,000 tokens is computed before all others."""
+    shorts = fleet.poisson(3.0, lambda: fleet.complete(fleet.prompt(100), 4))
+
+    async def longs() -> None:
+        while True:
+            await asyncio.sleep(fleet.seconds / 4)
+            await fleet.complete(fleet.prompt(50_000), 1)
+
+    await asyncio.gather(shorts, longs())
+
+
+async def starvation(fleet: LiveFleet) -> None:
+    """Short prompts go first, always, and are more than a worker serves."""
+    shorts = [_closed(lambda: fleet.complete(fleet.prompt(100), 20)) for _ in range(30)]
+    longs = fleet.poisson(0.5, lambda: fleet.complete(fleet.prompt(4000), 20))
+    await asyncio.gather(*shorts, longs)
+
+
 async def retry_storm(fleet: LiveFleet) -> None:
     """Clients give up after two seconds, and send the same again."""
 
@@ -173,6 +192,8 @@ FAULTS: dict[str, tuple[int, Fault, str, str]] = {
     "miss_storm": (4, miss_storm, "", ""),
     "queue_build_up": (6, queue_build_up, "--max-inflight 6", ""),
     "prefill_spikes": (7, prefill_spikes, "", "--max-batched-tokens 8192 --max-model-len 8192"),
+    "head_of_line": (8, head_of_line, "", "--max-model-len 65536 --blocks 8192"),
+    "starvation": (9, starvation, "--max-inflight 6 --admission shortest,ageing=1", ""),
     "noisy_neighbour": (11, noisy_neighbour, "--max-inflight 8", ""),
     "retry_storm": (12, retry_storm, "--max-inflight 4", ""),
     "engine_stall": (13, engine_stall, "", ""),

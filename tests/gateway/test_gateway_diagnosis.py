@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import aiohttp
 import pytest
 from aiohttp import web
@@ -13,6 +15,7 @@ from pigou.diagnosis.diagnose import diagnose
 from pigou.diagnosis.metric_pages import MetricPage
 from pigou.gateway.api.diagnosis import GatewayDiagnosis
 from pigou.gateway.auth.keys import Key, Keys, make_key
+from pigou.windows.scrape import FleetScrape, scraped_window
 from pigou.workload.fleet_scraper import scraped_windows
 
 
@@ -109,3 +112,51 @@ async def test_advice_on_the_prefix_comes_only_to_who_asks() -> None:
         assert await advice(f"000000001 {rules}") == ""
         assert (await advice(f"000000001 {rules}", **asks)).startswith("unknown")
         assert (await advice(f"000000002 {rules}", **asks)).startswith("move; ")
+
+
+@pytest.mark.parametrize("stale", [False, True])
+async def test_answers_that_outlived_their_source_are_diagnosed_live(stale: bool) -> None:
+    async with (
+        serving(Stub("d"), caches=("answer=1MiB",)) as fleet,
+        aiohttp.ClientSession(headers={"X-Pigou-Tenure-Corpus": "handbook"}) as session,
+    ):
+
+        async def page() -> MetricPage:
+            async with session.get(f"{fleet.url}/metrics") as reply:
+                return MetricPage.read(await reply.text())
+
+        async def ask() -> None:
+            body = {"prompt": "Hi", "max_tokens": 2, "temperature": 0}
+            async with session.post(f"{fleet.url}/v1/completions", json=body) as reply:
+                assert reply.status == 200
+
+        await ask()
+        before, changed_at = await page(), time.time()
+        for _ in range(25):
+            await ask()
+        change = {"field": "corpus", "value": "handbook", "version": "2"}
+        change |= {"changed_at": changed_at} if stale else {}
+        async with session.post(f"{fleet.url}/v1/manifest", json=change) as reply:
+            assert (await reply.json())["voided"] == 1
+        scrapes = [FleetScrape(10.0 * n, one, {}) for n, one in enumerate((before, await page()))]
+        findings = diagnose([scraped_window(*scrapes, 0.0)]).findings
+        assert [one.number for one in findings] == ([5] if stale else [])
+        for _ in range(2):  # the manifest ended it
+            await ask()
+        later = FleetScrape(20.0, await page(), {})
+        assert diagnose([scraped_window(scrapes[1], later, 10.0)]).findings == ()
+
+
+async def test_a_streams_waits_and_tenants_are_on_the_gateways_pages() -> None:
+    async with serving(Stub("d")) as fleet, aiohttp.ClientSession() as session:
+        for stream in (False, True):
+            body = {"prompt": "Hi", "max_tokens": 2, "stream": stream}
+            async with session.post(f"{fleet.url}/v1/completions", json=body) as reply:
+                await reply.read()
+        async with session.get(f"{fleet.url}/metrics") as reply:
+            page = MetricPage.read(await reply.text())
+        async with session.get(f"{fleet.url}/workers") as reply:
+            table = await reply.json()
+        assert page.total("pigou_prompt_wait_seconds_count", length="short") == 2
+        assert (page.most("pigou_prompt_longest_tokens") or 0) > 0
+        assert table["waiting_by_tenant"] == table["held_tokens_by_tenant"] == {}
