@@ -131,7 +131,7 @@ LAWS: dict[str, Callable[[Polled, str], bool]] = {
     "pigou_game_saturation_state": shown(GATEWAY),
     "pigou_kv_blocks": busy(PREFILL, DECODE),
     "pigou_kv_idle_tokens": shown(PREFILL, DECODE),
-    "pigou_prompt_longest_tokens": busy(GATEWAY),
+    "pigou_prompt_longest_tokens": shown(GATEWAY),
     "pigou_prompt_longest_wait_seconds": shown(GATEWAY),
 }
 #: Metrics of what this fleet does not have.

@@ -6,9 +6,10 @@ from pigou.diagnosis.mode import FailureMode
 
 #: Label of requests for work: probes and pages are counted beside them.
 _WORK = 'route=~"/v1/completions|/v1/chat/completions|other"'
-#: Layers whose hits are answers; waits of short prompts.
+#: Layers whose hits are answers; waits of short prompts; lengths of begun ones.
 _ANSWERS = '{{layer=~"answer|semantic"}}'
 _SHORT = 'pigou_prompt_wait_seconds_bucket{{length="short"}}'
+_BEGUN = "pigou_prompt_begun_tokens_bucket"
 _MODES = (
     FailureMode(
         number=1, name="out of memory",
@@ -252,14 +253,14 @@ _MODES = (
         limits={"correlation": 0.5, "times": 3.0, "wait_s": 0.25, "windows": 6},
         smallest_fix="A lane for long prompts (--long-lane). Where they wait at the gateway, "
         "another order (--admission shortest-remaining).",
-        look=("`pigou_prompt_wait_seconds` of short prompts beside `pigou_prompt_longest_tokens`.",
+        look=("`pigou_prompt_wait_seconds` of short prompts beside `pigou_prompt_begun_tokens`.",
               "GET /decisions: prompts before a slow one."),
         alert=(
             f"histogram_quantile(0.95, sum by (le) (rate({_SHORT}[2m]))) > {{wait_s}} and "
             f"histogram_quantile(0.95, sum by (le) (rate({_SHORT}[2m]))) > {{times}} * "
             f"histogram_quantile(0.95, sum by (le) (rate({_SHORT}[1h]))) and "
-            "on () max(max_over_time(pigou_prompt_longest_tokens[2m])) > "
-            "4 * max(quantile_over_time(0.25, pigou_prompt_longest_tokens[1h]))"
+            f"histogram_quantile(1, sum by (le) (rate({_BEGUN}[2m]))) > 4 * "
+            f"histogram_quantile(0.5, sum by (le) (rate({_BEGUN}[1h])))"
         ),
     ),
     FailureMode(

@@ -297,8 +297,8 @@ class PlaneDriver:
         if not self._computes_locally:
             request = msgspec.structs.replace(request, local=False)
         self.repeated.arrive(request.id, prompt_key(request), start / SECOND)
-        self.waits.arrive(request.id, request.prompt, (request.arrival or start) / SECOND)
         decision = self._recorded.submit(request, start, exclude)
+        self.waits.arrive(request.id, request.prompt, (request.arrival or start) / SECOND)
         self.timed((time.monotonic_ns() - start) / SECOND)
         if isinstance(decision, Queue):
             decision = await self._wait(request.id)

@@ -19,8 +19,9 @@ _LENGTHS = 1000
 _TIMES, _SHARE = 4.0, 0.1
 #: Seconds within which a repeat counts, and remembered prompts.
 _WITHIN_S, _PROMPTS = 60.0, 20_000
-#: Buckets of waits in seconds, and seconds of recent maxima.
+#: Buckets of waits in seconds and of prompts in tokens, and seconds of recent maxima.
 WAIT_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
+TOKEN_BOUNDS = tuple(2.0**power for power in range(4, 23))
 _RECENT_S = 10
 
 
@@ -84,10 +85,11 @@ class PromptWaits:
     def __init__(self, prefill_s: Callable[[str], float]) -> None:
         """`prefill_s` forecasts a routed request's own prefill, in seconds."""
         self.lengths = PromptLengths()
-        self.waits = {length: WaitCounts() for length in ("short", "long")}
+        self.waits = {length: BucketCounts(WAIT_BOUNDS) for length in ("short", "long")}
+        self.begun_tokens = BucketCounts(TOKEN_BOUNDS)  # of prompts whose computation began
         self._prefill_s = prefill_s
         self._open: dict[str, _WaitingPrompt] = {}
-        self._long_s, self._computed = _RecentMaximum(), _RecentMaximum()
+        self._long_s = _RecentMaximum()
 
     def arrive(self, request: str, tokens: int, now_s: float) -> None:
         """Add a request; a migrating one is known already."""
@@ -100,7 +102,6 @@ class PromptWaits:
         prompt = self._open.get(request)
         if prompt is not None and not prompt.routed_s:
             prompt.routed_s = now_s
-            self._computed.add(now_s, prompt.tokens)
             if not streamed:
                 self._begin(prompt, now_s, now_s - prompt.arrived_s)
 
@@ -108,7 +109,6 @@ class PromptWaits:
         """Record a stream's first token."""
         prompt = self._open.get(request)
         if prompt is not None and not prompt.begun:
-            self._computed.add(now_s, prompt.tokens)
             self._begin(prompt, now_s, self._wait_s(request, prompt, now_s))
 
     def end(self, request: str, now_s: float) -> None:
@@ -118,6 +118,7 @@ class PromptWaits:
 
     def _begin(self, prompt: _WaitingPrompt, now_s: float, wait_s: float) -> None:
         prompt.begun = True
+        self.begun_tokens.add(prompt.tokens if prompt.routed_s else 0)
         is_long = self.lengths.is_long(prompt.tokens)
         self.waits["long" if is_long else "short"].add(wait_s)
         if is_long:
@@ -137,11 +138,9 @@ class PromptWaits:
             and now_s - prompt.routed_s > 1.0 + 2.0 * self._prefill_s(request)
         ]  # fmt: skip
 
-    def longest(self, now_s: float) -> tuple[float, float]:
-        """Return the longest wait of a long prompt, begun or not, and the most prompt tokens in
-        computation, of the last ten seconds.
-        """
-        late_s, tokens = self._long_s.of(now_s), self._computed.of(now_s)
+    def longest(self, now_s: float) -> tuple[float, int]:
+        """Return the longest wait of a long prompt of the last 10 s, and tokens at workers now."""
+        late_s, tokens = self._long_s.of(now_s), 0
         for request, prompt in self._open.items():
             if not prompt.begun and self.lengths.is_long(prompt.tokens):
                 late_s = max(late_s, self._wait_s(request, prompt, now_s))
@@ -150,22 +149,23 @@ class PromptWaits:
         return late_s, tokens
 
 
-class WaitCounts:
-    """A histogram of waits."""
+class BucketCounts:
+    """A histogram."""
 
-    def __init__(self) -> None:
-        self.counts = [0] * (len(WAIT_BOUNDS) + 1)
-        self.total_s = 0.0
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+        self._bounds = bounds
 
-    def add(self, wait_s: float) -> None:
-        """Count a wait."""
-        self.counts[bisect_left(WAIT_BOUNDS, wait_s)] += 1
-        self.total_s += wait_s
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self._bounds, value)] += 1
+        self.total += value
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative counts by upper bound."""
-        bounds = (*map(str, WAIT_BOUNDS), "+Inf")
+        bounds = (*map(str, self._bounds), "+Inf")
         return list(zip(bounds, accumulate(self.counts), strict=True))
 
 

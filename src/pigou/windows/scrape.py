@@ -17,6 +17,7 @@ _WORK = ("/v1/completions", "/v1/chat/completions", "other")
 TTFT, ITL = "pigou_time_to_first_token_seconds", "pigou_inter_token_latency_seconds"
 _WAIT, _STALLS = "pigou_queue_wait_seconds", "pigou_stream_stalls_total"
 _INFLIGHT = "pigou_requests_inflight"
+_BEGUN, _LONGEST = "pigou_prompt_begun_tokens", "pigou_prompt_longest_tokens"
 _PROMPT_WAIT, _IDLE = "pigou_prompt_wait_seconds", "pigou_kv_idle_tokens"
 _WORKER_ITL = "vllm:inter_token_latency_seconds"
 #: Least ratio of a worker's highest to lowest load for its knee to be fitted.
@@ -79,7 +80,8 @@ def scraped_window(before: FleetScrape, now: FleetScrape, start_s: float) -> Fle
     hits = [rose("pigou_cache_hits_total", layer=layer) for layer in ("answer", "semantic")]
     stale = [rose("pigou_cache_stale_hits_total", layer=layer) for layer in ("answer", "semantic")]
     old_waits, waits = (page.buckets(_PROMPT_WAIT, length="short") for page in (a, b))
-    longest = b.most("pigou_prompt_longest_tokens")
+    begun = quantile(a.buckets(_BEGUN), b.buckets(_BEGUN), 1.0)
+    lengths = [n for n in (a.most(_LONGEST), b.most(_LONGEST), begun) if n is not None]
     ratings = [rose("pigou_answer_ratings_total", rating=rating) for rating in ("up", "down")]
     return FleetObservation(
         answer_hits=None if hits == [None, None] else round(summed(hits)),
@@ -97,7 +99,7 @@ def scraped_window(before: FleetScrape, now: FleetScrape, start_s: float) -> Fle
         short_wait_p50_s=quantile(old_waits, waits, 0.5),
         short_wait_p95_s=quantile(old_waits, waits, 0.95),
         long_wait_max_s=b.most("pigou_prompt_longest_wait_seconds"),
-        longest_prompt_tokens=None if longest is None else round(longest),
+        longest_prompt_tokens=round(max(lengths)) if lengths else None,
         client_stalls=slow, engine_stalls=round(stalls),
         engine_stall_s=stalled_s / stalls if stalls else None,
         workers=_workers(before, now, seconds), tenants=_tenants(before, now, seconds),
