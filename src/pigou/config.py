@@ -474,6 +474,18 @@ class IndexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             check_bounds(f"index.{name}", getattr(self, name), ge=1)
 
 
+#: Lane that a class waits in; `background` yields inside workers. "" leaves it to the prompt.
+ClassLane = Literal["", "short", "long", "background"]
+
+
+class QueueClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A workload class as admission knows it."""
+
+    concurrency: int = 0  # most streams for each worker that decodes; 0 for no limit
+    lane: ClassLane = ""
+    ttft_ms: int = 0  # due time of requests without a deadline, in order `edf`; 0 for none
+
+
 class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits and policies of one ControlPlane."""
 
@@ -573,11 +585,12 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     long_lane: Annotated[
         str,
         option(
-            "Long prompts have a lane in each worker, as its --long-lane says; prices of short "
-            "requests know it.",
+            "Lane for long prompts in each worker, which routing and the queue go by.  [default: "
+            "as workers report it]",
             "Routing",
         ),
     ] = ""
+    classes: dict[str, QueueClass] = {}  # by name, as `PlannerConfig.classes` has them
     tenant_weights: Annotated[
         dict[str, float],
         option(
@@ -597,6 +610,14 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_inflight: Annotated[
         int, option("Maximum of streams per decode worker; 0 asks the worker.", "Admission")
     ] = 0
+    preemption_cap: Annotated[
+        bool,
+        option(
+            "Send a worker fewer streams while it preempts: a cap falls by one a preemption, and "
+            "rises again as KV is free.",
+            "Admission",
+        ),
+    ] = False
     max_request_inflight: Annotated[
         int,
         option(

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from pigou.config import ConfigError, key_values
+from pigou.config import ClassLane, ConfigError, QueueClass, check_fields, key_values
 from pigou.registry import read_struct
 
 _INF = float("inf")
@@ -87,8 +87,12 @@ class WorkloadClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     model: str = ""
     min_prompt_tokens: int = 0  # inclusive range
     max_prompt_tokens: int = 2**62
+    chunk: int = 0  # most tokens of a step on its workers; 0 for their own
+    concurrency: int = 0  # most streams for each worker that decodes; 0 for no limit
+    lane: ClassLane = ""
 
     def __post_init__(self) -> None:
+        check_fields(self, "chunk", "concurrency", ge=0)
         if not 0 < self.weight < _INF:
             raise ValueError(f"weight is {self.weight}; it must be finite and above 0")
         if self.header and "=" not in self.header:
@@ -105,6 +109,24 @@ class WorkloadClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         if (self.key and self.key != key) or (self.model and self.model != model):
             return False
         return self.min_prompt_tokens <= prompt_tokens <= self.max_prompt_tokens
+
+
+#: Classes of workloads and their usual latencies, tokens per step, streams per worker and lane.
+PRESETS: Mapping[str, WorkloadClass] = {
+    "realtime": WorkloadClass(
+        slo=Slo(ttft_s=0.15, itl_s=0.015), chunk=512, concurrency=32, lane="short"
+    ),
+    "chat": WorkloadClass(
+        slo=Slo(ttft_s=0.4, itl_s=0.03), chunk=2048, concurrency=128, lane="short"
+    ),
+    "agent": WorkloadClass(
+        slo=Slo(ttft_s=0.1, itl_s=0.02), chunk=1024, concurrency=64, lane="short"
+    ),
+    "document": WorkloadClass(
+        slo=Slo(ttft_s=1.5, itl_s=0.05), chunk=2048, concurrency=16, lane="long"
+    ),
+    "batch": WorkloadClass(slo=Slo(ttft_s=10.0, itl_s=0.1), lane="background"),
+}
 
 
 class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -184,6 +206,22 @@ class Objectives:
     def slo_of(self, name: str) -> Slo | None:
         """Return a class's objective; None without one."""
         return next((entry.slo for entry in self.classes if entry.name == name), self.slo)
+
+    @property
+    def queue_classes(self) -> dict[str, QueueClass]:
+        """The classes as admission knows them."""
+        return {
+            one.name: QueueClass(
+                concurrency=one.concurrency, lane=one.lane,
+                ttft_ms=round(one.slo.ttft_s * 1000) if one.slo.ttft_s < math.inf else 0,
+            )
+            for one in self.classes
+        }  # fmt: skip
+
+    def chunk_of(self, model: str) -> int | None:
+        """Return the least tokens per step that a class of a model wants; None for any."""
+        chunks = [one.chunk for one in self.classes if one.chunk and one.model in ("", model)]
+        return min(chunks, default=None)
 
     def attained(self, name: str, ttft_s: float | None, itl_s: float | None) -> bool:
         """True if a finished request is inside its class's objective."""

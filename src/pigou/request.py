@@ -112,6 +112,7 @@ class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):  # mad
     features: tuple[float, ...] = ()
     expected: int = 0  # output tokens that its server predicts; 0 for unknown
     payer: str = ""  # whose weight, counters and quota it counts against; empty for its tenant's
+    workload: str = ""  # name of its workload class; empty without one
 
     @property
     def account(self) -> str:
@@ -221,6 +222,7 @@ class Worker:
     rehearsed: tuple[Rehearsed, ...] = ()
     location: Location = UNKNOWN_LOCATION  # the labels of its node
     version: str = ""  # deployment version; workers of different versions exchange no KV
+    long_lane: str = ""  # its lane for long prompts, as `LaneConfig.parse` reads it; "" for none
 
     @property
     def fetch_layout(self) -> str:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pigou.control.admission.admission_queue import DrainRate
-from pigou.control.admission.worker_capacity import FIRST_LIMIT, ConcurrencyLimit
+from pigou.control.admission.worker_capacity import FIRST_LIMIT, ConcurrencyLimit, PreemptionCaps
 from pigou.control.messages import LoadReport
 from pigou.request import SECOND
 
@@ -53,3 +53,40 @@ def test_one_long_pause_does_not_bend_the_drain_rate_and_silence_lowers_it() -> 
     assert drain.retry_after(1, 0, last) == SECOND
     assert drain.retry_after(10**6, 0, last) == 60 * SECOND
     assert DrainRate().retry_after(10, 10, 0) == SECOND
+
+
+def test_a_cap_falls_with_preemptions_and_rises_while_it_is_reached() -> None:
+    caps = PreemptionCaps()
+
+    def tell(second: float, preemptions: int, streams: int) -> float | None:
+        report = LoadReport("x", streams, 0, 0.95, preemptions)
+        caps.report(report, streams, round(second * SECOND))
+        return caps.caps.get("x")
+
+    assert tell(0, 7, 100) is None  # what was before is nobody's
+    assert tell(1, 9, 100) == 98.0
+    assert tell(2, 49, 95) == 76.0  # a fifth at most
+    assert tell(3, 49, 76) == 77.0
+    assert tell(4, 49, 50) == 77.0  # it is not reached
+    caps.report(LoadReport("x", 9, 0, 0.9), 99, 5 * SECOND)  # a report that tells none
+    assert caps.caps == {"x": 77.0}
+    caps.report(LoadReport("x", 9, 0, 0.45, 49), 80, 6 * SECOND)  # half of the KV is free
+    assert caps.caps == {"x": 117.0}
+    assert tell(66, 49, 50) is None
+    assert tell(67, 50, 1) == 1.0
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 300)), max_size=60))
+def test_a_cap_is_at_least_a_stream_and_above_no_preemption_that_it_saw(
+    reports: list[tuple[int, int]],
+) -> None:
+    caps, count = PreemptionCaps(), 0
+    caps.report(LoadReport("x", 0, 0, 0.5, 0), 0, 0)
+    for second, (more, streams) in enumerate(reports, 1):
+        count += more
+        caps.report(LoadReport("x", streams, 0, 0.5, count), streams, second * SECOND)
+        cap = caps.caps.get("x")
+        assert cap is None or cap >= 1.0
+        if more:
+            assert cap is not None
+            assert cap <= max(1.0, streams - 1, 0.8 * streams)

@@ -121,3 +121,16 @@ def test_a_backoff_doubles_until_its_limit_and_begins_anew_after_a_long_life() -
     backoff = Backoff(1.0, 5.0)
     assert [backoff.failed(0) for _ in range(4)] == [1.0, 2.0, 4.0, 5.0]
     assert backoff.failed(60) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("lane", "seqs"),
+    [("min_prompt=1000,tokens=64,seqs=2", 2), ("min_prompt=-1,tokens=1", 0), (["x"], 0), ("", 0)],
+)
+async def test_the_lane_for_long_prompts_is_the_workers_if_it_can_be_read(
+    lane: object, seqs: int
+) -> None:
+    async with attached(Stub("a", about={"long_lane": lane})) as (serving, client):
+        await until(client, lambda rows: rows["a"]["state"] == "up")
+        known = serving.plane_driver.plane.state.lane
+        assert (0 if known is None else known.seqs) == seqs

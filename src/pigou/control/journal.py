@@ -289,8 +289,8 @@ def _written(observation: Observation) -> Recorded:
     match observation:
         case WorkerUp(worker):
             return WorkerUp(replace(worker, url=""))
-        case LoadReport(worker, running, waiting, usage):
-            return LoadReport(worker, running, waiting, _writable(usage))
+        case LoadReport():
+            return msgspec.structs.replace(observation, kv_usage=_writable(observation.kv_usage))
         case Assessed(poa):
             return Assessed(_finite(poa))
         case CacheChanged():

@@ -185,6 +185,8 @@ class LoadReport(Message, frozen=True):
     running: int
     waiting: int
     kv_usage: float
+    # so far; unset where it is not told, as in older journals.
+    preemptions: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class AdapterReport(Message, frozen=True):

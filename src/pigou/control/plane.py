@@ -138,7 +138,6 @@ class ControlPlane:
             detector, controller, load_lengths(config.lengths, config.length_model)
         )
         self.state = self.tracker.state
-        self.state.lane = LaneConfig.parse(config.long_lane)
         self._tunes = not isinstance(controller, Static)
         self._started_with = dict(params_of(self.router.policy))
         self.point = OperatingPoint()  # in force
@@ -146,6 +145,7 @@ class ControlPlane:
         self.index = PrefixIndex(limits.max_blocks, limits.max_total, limits.ttl)
         self.cache_monitor = CacheMonitor()
         self.admission = AdmissionController(config)
+        self._use_lane(LaneConfig.parse(config.long_lane))
         self.returning = ReturningWorkers(config.queue_timeout)
         self._assigner = WorkerAssigner(
             config, self.admission, self.tracker, self.index, self.cache_monitor, self.returning
@@ -197,7 +197,7 @@ class ControlPlane:
                 admission.queue.passed(waiting, self._uncached(waiting))
                 return route
         entry = admission.enqueue(waiting, now, min_ttft_s)
-        is_next = not skips_queue and admission.is_next(waiting, now, self.state.row)
+        is_next = not skips_queue and admission.is_next(waiting, now, self.state)
         if is_next:
             route = self._assigner.assign(waiting, self.router, now, fleet)
             if route is not None:
@@ -382,6 +382,8 @@ class ControlPlane:
         new = worker.id not in self.state.row
         self.returning.up(worker.id, now)
         self.tracker.up(worker, now)
+        if worker.long_lane and self.state.lane is None:
+            self._use_lane(LaneConfig.parse(worker.long_lane))
         self.index.expect(worker.id, worker.blocks)
         self.queue.readmit(worker.id)
         routes = self._drain(now)
@@ -442,23 +444,33 @@ class ControlPlane:
     def _uncached(self, waiting: QueuedRequest) -> int:
         return self.state.requests[waiting.request.id].uncached
 
+    def _use_lane(self, lane: LaneConfig | None) -> None:
+        """Give long prompts a lane; those that wait already have none."""
+        self.state.lane = self.admission.lanes.long_lane = lane
+
     def _drain(self, now: int) -> list[Route]:
-        """Route queued requests in order until no worker can take the next."""
+        """Route queued requests in order until no worker can take the next of any lane."""
         routes: list[Route] = []
         queue = self.admission.queue
         if not queue:
             return routes
         skip: list[WorkerLimits] = []
-        while (waiting := queue.next(now, skip)) is not None:
+        blocked = self.admission.full(self.state)
+        while (waiting := queue.next(now, skip, blocked)) is not None:
             if waiting.limits in skip:
                 queue.step_aside(waiting)
                 continue
+            if waiting.lane in blocked and not (waiting.returned or waiting.aside):
+                break  # an order that knows no lanes
             route = self._assigner.assign(waiting, self.router, now)
             if route is not None:
                 queue.take(waiting, self._uncached(waiting))
                 routes.append(route)
             elif waiting.exclude.isdisjoint(self.state.row) and not waiting.request.eligible:
-                break
+                lanes = self.admission.blocked(waiting, self.state)
+                if lanes is None or waiting.returned:
+                    break
+                blocked |= lanes
             else:
                 queue.step_aside(waiting)
                 skip.append(waiting.limits)

@@ -19,7 +19,7 @@ from pigou.control.prefix_index import PrefixIndex
 from pigou.control.request_tracker import RequestTracker
 from pigou.control.router import Router
 from pigou.control.routing.view import FleetView
-from pigou.control.state import FleetState, RoutedRequest, both
+from pigou.control.state import FleetState, RoutedRequest, all_workers, both
 from pigou.request import NEVER, SECOND, Request
 
 #: A worker that went down is expected back within this time, in nanoseconds.
@@ -200,7 +200,10 @@ class WorkerAssigner:
         if not waiting.returned and self._admission.allowance.spent(own_streams):
             return None  # this gateway has its part of the places
         above = self._admission.above(waiting)
-        streams = capacity.streams(state, above)
+        streams, lane, owed = capacity.streams(state, above), state.lane, None
+        if self._admission.lanes.some and not waiting.returned:
+            rows, owed = self._lane_room(waiting, now)
+            streams = both(streams, rows)
         if self._returning.expected:
             streams = self._shared(waiting, streams, now)
         if request.sequences > 1:
@@ -211,12 +214,11 @@ class WorkerAssigner:
         fleet = self._tracker.view(request, self._index, now) if fleet is None else fleet
         sent_priority = self._admission.priority(waiting, above)
         priority = request.priority if sent_priority is None else sent_priority
-        lane = state.lane
         is_long = lane is not None and lane.is_long(request.prompt)
         if priority <= 0 and state.background and not is_long:
             self._leave_out_background(fleet)
         prompts, fed = capacity.ready(request, fleet, now, above)
-        room = both(streams, capacity.fits(request, fleet, state, above))
+        room = both(streams, capacity.fits(request, fleet, state, above, owed))
         if room is not streams and not np.count_nonzero(room):
             self._admission.allowance.tokens_lacked(now)
             return None
@@ -227,7 +229,7 @@ class WorkerAssigner:
         choice = router.choose(request, fleet, both(open_, prompts), room, now, sources)
         if choice is None:
             return None
-        self._admission.began(request, choice, state.row[choice.decode], fleet, now)
+        self._admission.began(waiting, choice, state.row[choice.decode], fleet, now)
         self._tracker.routed(request, choice, now, priority, int(fleet.output))
         computes, known = choice.prefill or choice.decode, fleet.max_cached(request.prompt)
         self._cache_monitor.routed(computes, request, choice.cached, known, now)
@@ -244,6 +246,26 @@ class WorkerAssigner:
         if shares is None:
             return streams
         return streams & (state.columns.decode_requests < shares)
+
+    def _lane_room(
+        self, waiting: QueuedRequest, now: int
+    ) -> tuple[NDArray[np.bool_], NDArray[np.int64] | None]:
+        """Return the workers with a row for its lane, and the tokens owed to long prompts."""
+        admission, state = self._admission, self._state
+        queue, is_long = admission.queue, waiting.lane.is_long
+        if admission.lanes.at_cap(waiting, int(np.count_nonzero(state.columns.decodes))):
+            return ~all_workers(len(state.ids)), None
+        if state.lane is None:
+            return all_workers(len(state.ids)), None
+        limits = admission.capacity.max_tokens(state)
+        others = {lane: count for lane, count in queue.lanes.items() if lane.is_long != is_long}
+        max_streams = admission.capacity.max_streams(state, UNLIMITED)
+        rows = admission.lanes.rows(waiting, state, max_streams, limits, sum(others.values()))
+        if is_long or not others:
+            return rows, None
+        short = [lane for lane in queue.lanes if lane not in others]
+        head = queue.next(now, queue.limits(), short)
+        return rows, admission.lanes.owed_tokens(head, limits, state.ids)
 
     def _leave_out_background(self, fleet: FleetView) -> None:
         columns = self._state.columns

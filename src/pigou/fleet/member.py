@@ -240,6 +240,7 @@ class Member:
             probed.startup_profile,
             version=probed.version,
             location=self.location if self.location.host else probed.location,
+            long_lane=probed.long_lane,
         )
         self._row.host, self._row.rack, self._row.zone = worker.location
         if not self.plane_driver.compiled.is_set():

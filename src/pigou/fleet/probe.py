@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from pigou.config import ConfigError, LaneConfig
 from pigou.gateway.proxy.upstream import Engine, ServedName, ServedNames, Upstream
 from pigou.request import UNKNOWN_LOCATION, Location, Rehearsed, Role
 from pigou.wire import metrics_text
@@ -79,6 +80,7 @@ class ProbeResult:
     version: str = ""  # deployment version; empty if none
     location: Location = UNKNOWN_LOCATION  # labels of its node
     role: Role | None = None  # the only role that the server was started for; None for any
+    long_lane: str = ""  # its lane for long prompts; empty for none
 
 
 class _ModelCard(msgspec.Struct):
@@ -164,7 +166,16 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult
         deployment_version(about),
         _location(about.get("location")),
         role,
+        "" if engine.stock else _lane(about.get("long_lane")),
     )
+
+
+def _lane(value: Any) -> str:
+    """Return a lane that can be parsed; empty for everything else."""
+    try:
+        return text(value) if LaneConfig.parse(text(value)) else ""
+    except ConfigError:
+        return ""
 
 
 def _sglang_cache(about: dict[str, Any]) -> dict[str, int]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 
+from msgspec import UNSET
+
 from pigou.control.messages import AdapterReport, LoadReport
 from pigou.fleet.hang_detection import EngineProgress
 from pigou.gateway.proxy.upstream import WorkerReport
 from pigou.wire import metrics_text
 from pigou.wire.metrics_text import OLD_USAGE, RUNNING, USAGE, WAITING
 
+_PREEMPTIONS = b"vllm:num_preemptions_total"
 _LOADS = (RUNNING, WAITING, USAGE, OLD_USAGE)
 _ITL = b"vllm:inter_token_latency_seconds"
 _OLD_ITL = b"vllm:time_per_output_token_seconds"
@@ -31,13 +34,15 @@ _MAX_LOAD, _MAX_COUNT, _MAX_LINES, _MAX_TIERS = 2**20, 2**31 - 1, 4096, 64
 
 
 def read_load(page: bytes, worker: str) -> LoadReport:
-    """Return a worker's load by its metrics page; missing ones are 0."""
-    sums = metrics_text.totals(page, _LOADS)
+    """Return a worker's load by its metrics page; missing ones are 0, preemptions unset."""
+    sums = metrics_text.totals(page, (*_LOADS, _PREEMPTIONS))
+    preemptions = sums.get(_PREEMPTIONS)
     return LoadReport(
         worker,
         int(min(sums.get(RUNNING, 0.0), _MAX_LOAD)),
         int(min(sums.get(WAITING, 0.0), _MAX_LOAD)),
         min(sums.get(USAGE, sums.get(OLD_USAGE, 0.0)), 1.0),
+        UNSET if preemptions is None else int(min(max(preemptions, 0.0), _MAX_COUNT)),
     )
 
 

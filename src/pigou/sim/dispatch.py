@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -46,6 +47,7 @@ from pigou.lifecycle.messages import (
     TokensReceived,
 )
 from pigou.lifecycle.request import Effects, RequestLifecycle
+from pigou.objectives import Objectives
 from pigou.sim.gateways import AnyPlane
 from pigou.sim.kv_transfer import KVLeases, RemoteKVFetches
 from pigou.sim.network import Network
@@ -105,6 +107,7 @@ class Dispatcher:
         lagging: LaggingWorkers | None = None, pull: PullQueueConfig | None = None,
     ) -> None:  # fmt: skip
         self.shed = 0
+        self.objectives = Objectives()
         self._plane, self._clock = plane, clock
         self._workers, self._act = workers, act
         self._overhead_ns, self._leg_ns = overhead_ns, leg_ns
@@ -252,7 +255,11 @@ class Dispatcher:
         self.observe(fact, now)
 
     def _submit(self, attempt: Attempt, submit: SubmitRequest, now: int) -> None:
-        request = attempt.request = attempt.plane_request(submit.tokens)
+        request = attempt.plane_request(submit.tokens)
+        if self.objectives.classes:
+            workload = self.objectives.name_of(request.tenant, attempt.run.spec.prompt_tokens)
+            request = msgspec.structs.replace(request, workload=workload)
+        attempt.request = request
         if self._lagging:
             self.catch_up()
         self._decided(attempt, self._plane.submit(request, now, submit.exclude), now)

@@ -413,7 +413,8 @@ class SimulatedFleet:
             if signals.report_loss and self._rng.random() < signals.report_loss:
                 continue
             running, waiting, usage = worker.sim.load(now)
-            report = LoadReport(worker.name, running, waiting, usage)
+            preemptions = worker.sim.core.stats.preemptions
+            report = LoadReport(worker.name, running, waiting, usage, preemptions)
             if delay:
                 tell = partial(self.dispatcher.observe, report)
                 self._clock.at(now + delay, Phase.TICK, worker.number, tell)

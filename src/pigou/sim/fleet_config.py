@@ -94,8 +94,10 @@ class ScalingConfig(PlannerConfig, frozen=True, forbid_unknown_fields=True, kw_o
     classes: Annotated[
         tuple[RequestClassConfig, ...],
         option(
-            "Objective of a class of requests: NAME,ttft=T,itl=T[,percentile=P][,weight=W]"
-            "[,key=TENANT][,min_prompt_tokens=N][,max_prompt_tokens=N]. Repeatable.",
+            "Class of requests: NAME[,preset=realtime|chat|agent|document|batch][,ttft=T][,itl=T]"
+            "[,percentile=P][,weight=W][,chunk=TOKENS][,concurrency=STREAMS]"
+            "[,lane=short|long|background][,key=TENANT][,min_prompt_tokens=N]"
+            "[,max_prompt_tokens=N]. Repeatable.",
             "Planner",
             name="slo_class",
             form="entries",
@@ -123,6 +125,11 @@ class ScalingConfig(PlannerConfig, frozen=True, forbid_unknown_fields=True, kw_o
                         f"class {config.name}: {name} is {value!r}, and simulated requests have "
                         "none; leave it out"
                     )
+            if config.is_named:
+                raise ConfigError(
+                    f"class {config.name}: preset is {config.preset!r}, and nothing says which "
+                    "simulated requests it is of; give key, min_prompt_tokens or max_prompt_tokens"
+                )
 
 
 class DistanceLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

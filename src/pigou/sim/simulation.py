@@ -122,6 +122,10 @@ class Simulation:
         scaling = scaling or ScalingConfig()
         self.objectives = scaling.objectives
         fleet = with_start_up(fleet, scaling)
+        if self.objectives.classes:
+            control = msgspec.structs.replace(control, classes=self.objectives.queue_classes)
+            tokens = min(setup.max_batched_tokens, self.objectives.chunk_of("") or 2**62)
+            setup = msgspec.structs.replace(setup, max_batched_tokens=tokens)
         if control.queue_timeout >= UNLIMITED and not client.timeout:
             _check_end(fleet)
         specs, overhead_s = _worker_specs(fleet, setup, workload.max_tokens)
@@ -136,6 +140,7 @@ class Simulation:
             assess_every=assess_every, pull=pull_queue_config(setup.prefill_queue),
             cost_meter=cost_meter,
         )  # fmt: skip
+        self.fleet.dispatcher.objectives = self.objectives
         self.membership = Membership(self.fleet, fleet, specs, self.clock, seed)
         self.client = SimulatedClient(workload, client, self.fleet.dispatcher, self.clock, seed)
         rates = workload.rates if isinstance(workload, OpenLoop) else ()

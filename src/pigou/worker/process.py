@@ -240,6 +240,7 @@ class WorkerServer:
             **{name: getattr(core, name) for name in limits},
             "repeat": core.max_repeat,
             "order": core.order,
+            "long_lane": self._config.long_lane,
             "kv_transfer": self._config.kv_transfer,
             "kv_layout": self._layout(),
             "deployment_version": self._config.deployment_version,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -18,7 +18,8 @@ from pigou.control.admission.admission_queue import (
     TenantQuota,
 )
 from pigou.control.admission.fair_order import TenantOrder
-from pigou.control.admission.queue_order import QueuedRequest, QueueOrder, load
+from pigou.control.admission.lanes import LaneState, QueueLanes
+from pigou.control.admission.queue_order import QueuedRequest, QueueLane, QueueOrder, load
 from pigou.control.admission.usage_prices import fleet_rates
 from pigou.control.admission.worker_capacity import (
     UNLIMITED,
@@ -68,6 +69,7 @@ class AdmissionController:
         self.queue = AdmissionQueue(order, quota)
         self.capacity = WorkerCapacity(config, order.holds_back, order.reserve)
         self.drain_rate = DrainRate()
+        self.lanes = QueueLanes(config.classes)
         self._weights = config.tenant_weights
         #: whether the order counts the tokens that each tenant is served
         self.counts_tokens = getattr(type(order), "served", None) is not QueueOrder.served
@@ -94,6 +96,9 @@ class AdmissionController:
         request = waiting.request
         waiting.weight = self._weights.get(request.account, 1.0)
         waiting.accepted = request.is_follower
+        if self.lanes.some:
+            waiting.lane = self.lanes.of(request)
+        waiting.due_ms = self.lanes.class_of(request).ttft_ms
         self.activity.seen(request.account, waiting.weight, now)
         if request.group and not waiting.returned:
             refusal = self.queue.refusal(waiting) if request.held else None
@@ -171,14 +176,42 @@ class AdmissionController:
             refusal = None
         return QueueEntry(self.queue.add(waiting), refusal, late)
 
-    def is_next(self, waiting: QueuedRequest, now: int, up: Collection[str]) -> bool:
-        """True if a queued request goes next, given excluded workers that are `up`."""
+    def blocked(self, waiting: QueuedRequest, state: FleetState) -> set[QueueLane] | None:
+        """Return the lanes that cannot go now, as this request could not; None for all.
+
+        Long prompts and short requests leave each other what they are owed.
+        """
+        workers = int(np.count_nonzero(state.columns.decodes))
+        lanes = self.lanes.full(self.queue.lanes, workers)
+        if not waiting.returned and self.lanes.at_cap(waiting, workers):
+            return lanes | {waiting.lane}
+        if self.lanes.long_lane is None:
+            return None
+        is_long = waiting.lane.is_long
+        return lanes | {lane for lane in self.queue.lanes if lane.is_long == is_long}
+
+    def full(self, state: FleetState) -> set[QueueLane]:
+        """Return the lanes whose classes have all their streams."""
+        if not self.lanes.some or not self.queue.lanes:
+            return set()
+        return self.lanes.full(self.queue.lanes, int(np.count_nonzero(state.columns.decodes)))
+
+    def lane_states(self, now: int) -> list[LaneState]:
+        """Return the lanes of waiting requests."""
+        return list(self.lanes.states(self.queue, now))
+
+    def is_next(self, waiting: QueuedRequest, now: int, state: FleetState) -> bool:
+        """True if a queued request goes next in its lane."""
+        up, blocked = state.row, self.full(state)
+        if self.lanes.long_lane is not None:
+            is_long = waiting.lane.is_long
+            blocked |= {lane for lane in self.queue.lanes if lane.is_long != is_long}
         skip = [
             limits
             for limits in self.queue.limits()
             if limits != waiting.limits and (limits[1] or not limits[0].isdisjoint(up))
         ]
-        return self.queue.next(now, skip) is waiting
+        return self.queue.next(now, skip, blocked) is waiting
 
     def conclude(self, waiting: QueuedRequest, entry: QueueEntry, now: int) -> Queue | Shed:
         """Keep a request in the queue, or shed it."""
@@ -240,17 +273,24 @@ class AdmissionController:
         """Return the priority sent to workers, None for the client's own.
 
         Tenants with several waiting requests count as `above` their share if others share the
-        fleet. Further sequences of a request yield to other requests.
+        fleet. Further sequences of a request, and classes of the lane `background`, yield.
         """
         tenant, weight, order = waiting.request.account, waiting.weight, self.queue.order
         if not above and self.queue.quota.queued(tenant)[0] > 1:
             above = not order.underserved(waiting) and self.activity.part(tenant, weight) < 1.0
         priority = order.priority(waiting, above)
-        background = waiting.request.is_follower and not waiting.request.priority
+        yields = waiting.request.is_follower
+        yields |= self.lanes.class_of(waiting.request).lane == "background"
+        background = yields and not waiting.request.priority
         return int(background) if priority is None and background else priority
 
-    def began(self, request: Request, choice: Choice, row: int, fleet: FleetView, now: int) -> None:
+    def began(
+        self, waiting: QueuedRequest, choice: Choice, row: int, fleet: FleetView, now: int
+    ) -> None:
         """Record a routed request; `fleet` is the view it was routed by."""
+        request = waiting.request
+        if self.lanes.some:
+            self.lanes.began(waiting, choice.decode, now)
         self.capacity.take(request, choice, row, fleet, now)
         self.activity.began(request.account, request.sequences)
         self.allowance.began()
@@ -260,12 +300,14 @@ class AdmissionController:
     def failed(self, request: Request, now: int) -> None:
         """Record that a routed request lost its worker."""
         self.capacity.free(request.id)
+        self.lanes.ended(request.id)
         self.activity.ended(request.account, request.sequences)
         if self._follower is not None:
             self._follower.ended(request, now)
 
     def ended(self, request: Request, now: int) -> None:
         """Record that a routed request left the fleet."""
+        self.lanes.ended(request.id)
         self.drain_rate.ended(now, self.capacity.free(request.id))
         self.activity.ended(request.account, request.sequences)
         self.activity.seen(request.account, self._weights.get(request.account, 1.0), now)

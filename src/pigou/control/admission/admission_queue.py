@@ -11,6 +11,7 @@ import numpy as np
 from pigou.control.admission.queue_order import (
     Heap,
     QueuedRequest,
+    QueueLane,
     QueueOrder,
     WorkerLimits,
 )
@@ -217,8 +218,8 @@ class TenantActivity:
 class AdmissionQueue:
     """Waiting requests: those that lost their worker first, others by the queue order.
 
-    None overtakes the first, so no request starves for its size; only requests with
-    `QueuedRequest.limits` let others pass. Each step costs O(log n) and O(sets of limits).
+    None overtakes the first of its lane, so no request starves for its size; only requests with
+    `QueuedRequest.limits` let others pass. Each step costs O(log n) and O(sets of limits + lanes).
     """
 
     def __init__(self, order: QueueOrder, quota: TenantQuota) -> None:
@@ -226,6 +227,7 @@ class AdmissionQueue:
         self.quota = quota
         self._all: OrderedDict[str, QueuedRequest] = OrderedDict()  # the oldest first
         self._limited: dict[WorkerLimits, Heap] = {}  # those that returned, or stepped aside
+        self.lanes: Counter[QueueLane] = Counter()  # waiting requests of each
         self._returns = 0
         self._serial = 0
 
@@ -236,11 +238,17 @@ class AdmissionQueue:
         """Iterate over a copy of the waiting requests, oldest first."""
         return iter(list(self._all.values()))
 
+    def waited_s(self, now: int) -> float:
+        """Return the seconds that the oldest request waits; 0 if none does."""
+        oldest = next(iter(self._all.values()), None)
+        return 0.0 if oldest is None else (now - oldest.since) / SECOND
+
     def add(self, waiting: QueuedRequest) -> int:
         """Queue a request; return how many others may go before it."""
         self._serial += 1
         waiting.serial = self._serial
         self._all[waiting.request.id] = waiting
+        self.lanes[waiting.lane] += 1
         if waiting.returned:
             self._join(waiting)
             return self._returns - 1
@@ -252,6 +260,7 @@ class AdmissionQueue:
         """Remove and return an unserved request; None if unknown."""
         waiting = self._all.pop(request, None)
         if waiting is not None:
+            self._uncount(waiting)
             if not waiting.returned:
                 self.quota.remove(waiting)
             if waiting.returned or waiting.aside:
@@ -270,6 +279,7 @@ class AdmissionQueue:
     def take(self, waiting: QueuedRequest, uncached: int) -> None:
         """Remove a request sent to a worker that computes `uncached` tokens."""
         del self._all[waiting.request.id]
+        self._uncount(waiting)
         if waiting.returned:
             self._leave(waiting)
             return
@@ -286,12 +296,15 @@ class AdmissionQueue:
         self.order.add(waiting)
         self.order.taken(waiting, uncached)
 
-    def next(self, now: int, skip: Collection[WorkerLimits] = ()) -> QueuedRequest | None:
-        """Return the next request, except those with limits in `skip`."""
+    def next(
+        self, now: int, skip: Collection[WorkerLimits] = (), blocked: Collection[QueueLane] = ()
+    ) -> QueuedRequest | None:
+        """Return the next request, except those with limits in `skip` and of `blocked` lanes."""
         firsts = [heap.first() for limits, heap in self._limited.items() if limits not in skip]
         returned = [waiting for waiting in firsts if waiting is not None]
         if returned:
             return min(returned, key=lambda waiting: waiting.serial)
+        self.order.blocked = blocked
         return self.order.first(now)
 
     def refusal(self, waiting: QueuedRequest) -> Refusal | None:
@@ -347,6 +360,11 @@ class AdmissionQueue:
         self._leave(waiting)
         waiting.exclude = exclude
         self._join(waiting)
+
+    def _uncount(self, waiting: QueuedRequest) -> None:
+        self.lanes[waiting.lane] -= 1
+        if not self.lanes[waiting.lane]:
+            del self.lanes[waiting.lane]
 
     def _join(self, waiting: QueuedRequest) -> None:
         self._limited.setdefault(waiting.limits, Heap()).add(0, waiting)

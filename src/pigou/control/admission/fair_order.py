@@ -186,7 +186,11 @@ class TenantOrder(QueueOrder):
     def first(self, now: int) -> QueuedRequest | None:
         """Return the first request of the tenant with the lowest counter."""
         tenant = self._lowest()
-        return None if tenant is None else tenant.queue.first()
+        if tenant is None or not self.blocked:
+            return None if tenant is None else tenant.queue.first()
+        waiting = [t for t in self._tenants.values() if t.entry and t.queue.first(self.blocked)]
+        tenant = min(waiting, key=lambda one: (self.rank(one), one.entry or ()), default=None)
+        return None if tenant is None else tenant.queue.first(self.blocked)
 
     def peer_service(self, change: TenantService, weight: float) -> None:
         """Count another gateway's service of a tenant, and its requests waiting there."""
@@ -378,8 +382,11 @@ class PriorityFair(QueueOrder):
 
     def first(self, now: int) -> QueuedRequest | None:
         """Return the next request, in O(priorities in use)."""
-        waiting = [(name, band) for name, band in self._bands.items() if not band.idle]
-        return min(waiting)[1].first(now) if waiting else None
+        for _, band in sorted(one for one in self._bands.items() if not one[1].idle):
+            band.blocked = self.blocked
+            if (waiting := band.first(now)) is not None:
+                return waiting
+        return None
 
     def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:
         """Return requests of higher priority numbers, highest first; then as `Fair`."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -18,6 +18,13 @@ NAME = "order"
 _MILLISECOND = SECOND // 1000
 #: The workers that a request excludes, and those among which it must be; empty for all.
 WorkerLimits: TypeAlias = tuple[frozenset[str], frozenset[str]]
+
+
+class QueueLane(NamedTuple):
+    """Requests that wait apart from others (`pigou.control.admission.lanes`)."""
+
+    workload: str = ""  # class with a cap on its streams; empty for all others
+    is_long: bool = False  # long prompts, where workers have a lane for them
 
 
 class NoOrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -45,6 +52,8 @@ class QueueOrder:
     holds_back: ClassVar[bool] = False
     #: Whether a newcomer is refused whose deadline cannot be met any more.
     refuses_late: ClassVar[bool] = False
+    #: Lanes whose requests cannot go now; `first` passes them over.
+    blocked: Collection[QueueLane] = ()
 
     def __init__(self, params: msgspec.Struct | None = None) -> None:
         self.params: Any = params or self.Params()
@@ -68,8 +77,8 @@ class QueueOrder:
         self._heap.remove(waiting)
 
     def first(self, now: int) -> QueuedRequest | None:
-        """Return the next request, which stays; None if empty."""
-        return self._heap.first()
+        """Return the next request, which stays; None if none is in an open lane."""
+        return self._heap.first(self.blocked)
 
     def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:
         """Return up to `max_count` less urgent requests to shed, least urgent first."""
@@ -188,7 +197,7 @@ class Edf(QueueOrder):
 
     def first(self, now: int) -> QueuedRequest | None:
         """Return the next request; each misses its deadline at most once."""
-        while (waiting := self._heap.first()) is not None:
+        while (waiting := self._heap.first(self.blocked)) is not None:
             patience = self._patience(waiting)
             if not self.key(waiting) < now < patience or waiting.late:
                 return waiting
@@ -198,7 +207,7 @@ class Edf(QueueOrder):
         return None
 
     def _patience(self, waiting: QueuedRequest) -> int:
-        return waiting.since + int(self.params.patience_ms) * _MILLISECOND
+        return waiting.since + (waiting.due_ms or int(self.params.patience_ms)) * _MILLISECOND
 
 
 class QueuedRequest(msgspec.Struct, eq=False):
@@ -217,6 +226,8 @@ class QueuedRequest(msgspec.Struct, eq=False):
     late: bool = False  # missed its deadline (`edf`)
     accepted: bool = False  # a further sequence of an accepted group: not shed
     aside: bool = False  # lets others pass until a permitted worker has room
+    lane: QueueLane = QueueLane()
+    due_ms: int = 0  # from queueing, by its class; 0 without one
 
     @property
     def limits(self) -> WorkerLimits:
@@ -238,7 +249,7 @@ class Heap:
     """Waiting requests by key, ties by `serial`; removed entries are deleted lazily."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Any, int, QueuedRequest]] = []
+        self._heaps: dict[QueueLane, list[tuple[Any, int, QueuedRequest]]] = {}
         self._live: dict[str, tuple[Any, int, QueuedRequest]] = {}
 
     def __len__(self) -> int:
@@ -252,15 +263,18 @@ class Heap:
         """Add a request; all keys of a heap must be comparable."""
         entry = (key, waiting.serial, waiting)
         self._live[waiting.request.id] = entry
-        heapq.heappush(self._heap, entry)
+        heapq.heappush(self._heaps.setdefault(waiting.lane, []), entry)
 
     def remove(self, waiting: QueuedRequest) -> None:
         """Remove a request, if present."""
         if self._live.pop(waiting.request.id, None) is None:
             return
-        if len(self._heap) > 2 * len(self._live) + 16:
-            self._heap = list(self._live.values())
-            heapq.heapify(self._heap)
+        if len(self._heaps[waiting.lane]) > 2 * len(self._live) + 16:
+            self._heaps = {}
+            for entry in self._live.values():
+                self._heaps.setdefault(entry[2].lane, []).append(entry)
+            for heap in self._heaps.values():
+                heapq.heapify(heap)
 
     def last(self, max_count: int, before: Any, tenant: str | None = None) -> list[QueuedRequest]:
         """Return requests with keys above `before`, greatest and newest first, in O(n)."""
@@ -274,9 +288,14 @@ class Heap:
         last = heapq.nlargest(max_count, entries, key=lambda entry: entry[:2])
         return [entry[2] for entry in last]
 
-    def first(self) -> QueuedRequest | None:
-        """Return the request with the lowest key, which stays; None if empty."""
-        heap = self._heap
-        while heap and self._live.get(heap[0][2].request.id) is not heap[0]:
-            heapq.heappop(heap)
-        return heap[0][2] if heap else None
+    def first(self, blocked: Collection[QueueLane] = ()) -> QueuedRequest | None:
+        """Return the request with the lowest key in an open lane, which stays; None if none is."""
+        first = None
+        for lane, heap in self._heaps.items():
+            if lane in blocked:
+                continue
+            while heap and self._live.get(heap[0][2].request.id) is not heap[0]:
+                heapq.heappop(heap)
+            if heap and (first is None or heap[0] < first):
+                first = heap[0]
+        return None if first is None else first[2]

@@ -555,7 +555,9 @@ class Dlpm(TenantOrder):
 
     def first(self, now: int) -> QueuedRequest | None:
         """Return the longest prefix of the tenants with a deficit, after a refill if none has."""
-        waiting: list[Any] = [tenant for tenant in self._tenants.values() if tenant.queue]
+        waiting: list[Any] = [
+            tenant for tenant in self._tenants.values() if tenant.queue.first(self.blocked)
+        ]
         if not waiting:
             return None
         quantum = self.params.quantum
@@ -565,7 +567,7 @@ class Dlpm(TenantOrder):
             for tenant in waiting:
                 tenant.deficit += refills * quantum * tenant.weight
         best = min((t for t in waiting if t.deficit > 0.0), key=self._rank)
-        first: QueuedRequest = best.queue.first()
+        first: QueuedRequest = best.queue.first(self.blocked)
         return first
 
     def underserved(self, waiting: QueuedRequest) -> bool:
@@ -576,7 +578,7 @@ class Dlpm(TenantOrder):
         return bool(own - least > 0.5 * self.params.credit > 0.0)
 
     def _rank(self, tenant: Any) -> tuple[int, float, int]:
-        matched, serial = self._key(tenant.queue.first())
+        matched, serial = self._key(tenant.queue.first(self.blocked))
         return matched, -tenant.deficit / tenant.weight, serial
 
     def taken(self, waiting: QueuedRequest, uncached: int) -> None:

@@ -69,6 +69,7 @@ class WorkerCapacity:
         self._max_tokens = config.max_inflight_tokens
         ahead = config.prefill_ahead_ms or (PREFILL_AHEAD_MS if holds_back else 0)
         self._ahead_s = ahead / _MILLISECONDS
+        self._caps = PreemptionCaps() if config.preemption_cap else None
         self._limit = ConcurrencyLimit() if holds_back and not config.max_inflight else None
         self._expected: dict[str, _StreamTokens] = {}
         self._tokens: dict[str, int] = {}
@@ -116,15 +117,20 @@ class WorkerCapacity:
         self._total -= self._tokens.pop(worker, 0)
         self._variances.pop(worker, None)
         self._changed_at.pop(worker, None)
-        if self._limit is not None:
-            self._limit.forget(worker)
+        for learned in (self._limit, self._caps):
+            if learned is not None:
+                learned.forget(worker)
 
     def report(self, report: LoadReport, state: FleetState) -> None:
         """Update from a worker's load report."""
         row = state.row.get(report.worker)
-        if self._limit is not None and row is not None:
-            streams, now = int(state.columns.decode_requests[row]), state.reported[report.worker]
+        if row is None:
+            return
+        streams, now = int(state.columns.decode_requests[row]), state.reported[report.worker]
+        if self._limit is not None:
             self._limit.report(report, streams, now)
+        if self._caps is not None:
+            self._caps.report(report, streams, now)
 
     def expected_tokens(self, ids: Sequence[str]) -> list[int]:
         """Return the tokens requested of each worker, (workers,)."""
@@ -133,9 +139,10 @@ class WorkerCapacity:
     def streams(self, state: FleetState, above: bool = False) -> Flags:
         """Return which workers can take one more stream, (workers,); read-only."""
         columns = state.columns
-        if self._max_streams * (self._open_share if above else 1.0) > state.inflight:
+        capped = self._caps is not None and bool(self._caps.caps)
+        if not capped and self._max_streams * (self._open_share if above else 1.0) > state.inflight:
             return columns.decodes  # any worker has room for all that there are
-        if not (self._max_streams or self._limit is not None or state.limited):
+        if not (capped or self._max_streams or self._limit is not None or state.limited):
             return columns.decodes
         limits = self._stream_limits(state)
         if above:
@@ -161,8 +168,14 @@ class WorkerCapacity:
         """Return the maximum of streams of each worker, (workers,); 0 for no limit."""
         limits: Counts = state.columns.max_seqs
         if self._max_streams:
-            return np.full(len(limits), self._max_streams)
-        return limits if self._limit is None else self._limit.of(limits, state.ids)
+            limits = np.full(len(limits), self._max_streams)
+        elif self._limit is not None:
+            limits = self._limit.of(limits, state.ids)
+        if self._caps is None or not self._caps.caps:
+            return limits
+        caps = np.array([self._caps.caps.get(worker, UNLIMITED) for worker in state.ids])
+        bounded: Counts = np.minimum(np.where(limits > 0, limits, UNLIMITED), caps.astype(np.int64))
+        return bounded
 
     def max_tokens(self, state: FleetState) -> Counts:
         """Return the maximum of tokens of each worker, (workers,); 0 for no limit."""
@@ -180,9 +193,10 @@ class WorkerCapacity:
         return tokens
 
     def fits(
-        self, request: Request, fleet: FleetView, state: FleetState, above: bool = False
-    ) -> Flags:
-        """Return which workers have the tokens for a request, (workers,)."""
+        self, request: Request, fleet: FleetView, state: FleetState, above: bool = False,
+        owed: Counts | None = None,
+    ) -> Flags:  # fmt: skip
+        """Return which workers have the tokens for a request, those `owed` to others apart."""
         if not self._max_tokens and not state.sized:
             return all_workers(len(fleet.ids))
         output = int(fleet.output) * request.sequences
@@ -191,7 +205,7 @@ class WorkerCapacity:
         total += 0 if margin is None else int(margin.sum())
         if state.peers.streams:
             total += int(state.peers.total[EXPECTED].sum())
-        if total <= self._max_tokens * (self._open_share if above else 1.0):
+        if owed is None and total <= self._max_tokens * (self._open_share if above else 1.0):
             return all_workers(len(fleet.ids))  # any worker has room for all that there is
         limits = self.max_tokens(state)
         if above:
@@ -200,6 +214,8 @@ class WorkerCapacity:
         needed = self.tokens(state) + request.prompt - fleet.resident(request.prompt) + output
         if margin is not None:
             needed = needed + margin
+        if owed is not None:
+            needed = needed + owed
         flags: Flags = (limits == 0) | empty | (needed <= limits)
         return flags
 
@@ -296,6 +312,46 @@ class ConcurrencyLimit:
         self._limits.pop(worker, None)
         self._fell.discard(worker)
         self._judged.pop(worker, None)
+
+
+class PreemptionCaps:
+    """Caps on the streams of workers that preempt: multiplicative decrease, additive increase.
+
+    Preemptions lower it by their share of the streams there, to `FALL` of these at once. Each
+    second without one, while it is reached, gives `RISE` streams more, or those for which KV is
+    free up to `FULL`. It is gone once it is out of reach for `GONE_AFTER`.
+    """
+
+    FALL, RISE, FULL, GONE_AFTER = 0.8, 1.0, 0.95, 60 * SECOND
+
+    def __init__(self) -> None:
+        self.caps: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+        self._changed: dict[str, int] = {}  # when a cap fell, rose or was reached last
+
+    def report(self, report: LoadReport, streams: int, now: int) -> None:
+        """Update from a report at `now` (ns); `streams` were sent there and are running."""
+        worker, count = report.worker, report.preemptions
+        if count is msgspec.UNSET:
+            return
+        before = self._counts.get(worker, count)
+        self._counts[worker] = count
+        cap, passed = self.caps.get(worker), now - self._changed.get(worker, -SECOND)
+        if count > before:
+            running = float(streams) if cap is None else min(cap, streams)
+            self.caps[worker] = max(1.0, self.FALL * running, running - (count - before))
+            self._changed[worker] = now
+        elif cap is not None and streams >= int(cap):
+            rise = max(self.RISE, (self.FULL - report.kv_usage) * streams)
+            self.caps[worker] = cap + rise * min(passed, SECOND) / SECOND
+            self._changed[worker] = now
+        elif passed >= self.GONE_AFTER:
+            self.caps.pop(worker, None)
+
+    def forget(self, worker: str) -> None:
+        """Forget a worker."""
+        for known in (self.caps, self._counts, self._changed):
+            known.pop(worker, None)
 
 
 def _max_per_worker(known: Estimates, streams: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -7,20 +7,23 @@ from typing import Annotated, Any
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds, option
-from pigou.objectives import Objectives, Slo, WorkloadClass, latency_s
+from pigou.config import ClassLane, ConfigError, check_bounds, option
+from pigou.objectives import PRESETS, Objectives, Slo, WorkloadClass, latency_s
 
 #: Name for a fleet without a planner.
 NO_PLANNER = "none"
 #: Longest accepted wait, in seconds.
 MAX_SECONDS = 366 * 86400
 _MAX_WORKERS = 10_000
+#: Request header by which requests name a class that matches nothing else.
+CLASS_HEADER = "x-pigou-class"
 
 
 class RequestClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A class of requests and its objective; latencies as `latency_s` reads them."""
 
     name: str
+    preset: str = ""  # of `PRESETS`, for what is not given
     ttft: float | str = math.inf
     itl: float | str = math.inf
     tpot: float | str = math.inf  # alias of `itl`
@@ -31,22 +34,40 @@ class RequestClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     model: str = ""
     min_prompt_tokens: int = 0  # inclusive range
     max_prompt_tokens: int = 2**62
+    chunk: int | None = None  # most tokens of a step on its workers; 0 for their own
+    concurrency: int | None = None  # most streams for each worker that decodes; 0 for no limit
+    lane: ClassLane = ""  # "" for its preset's
 
     def __post_init__(self) -> None:
+        if self.preset not in ("", *PRESETS):
+            raise ConfigError(
+                f"class {self.name}: preset is {self.preset!r}; presets are {', '.join(PRESETS)}"
+            )
         _ = self.workload_class
+
+    @property
+    def is_named(self) -> bool:
+        """True if requests name it by header: it has a preset, and nothing that they match."""
+        matches = self.header or self.key or self.model or self.min_prompt_tokens
+        return bool(self.preset) and not matches and self.max_prompt_tokens == 2**62
 
     @property
     def workload_class(self) -> WorkloadClass:
         """The class in the planner's form."""
         if math.inf not in (self.itl, self.tpot):
             raise ConfigError(f"class {self.name}: itl and tpot are one objective; give one")
-        name, equals, value = self.header.partition("=")
+        preset = PRESETS.get(self.preset, WorkloadClass())
+        header = f"{CLASS_HEADER}={self.name}" if self.is_named else self.header
+        name, equals, value = header.partition("=")
         itl_s = latency_s("itl", self.itl if self.tpot == math.inf else self.tpot)
+        ttft_s = latency_s("ttft", self.ttft)
         try:
             return WorkloadClass(
                 name=self.name,
                 slo=Slo(
-                    ttft_s=latency_s("ttft", self.ttft), itl_s=itl_s, percentile=self.percentile
+                    ttft_s=preset.slo.ttft_s if ttft_s == math.inf else ttft_s,
+                    itl_s=preset.slo.itl_s if itl_s == math.inf else itl_s,
+                    percentile=self.percentile,
                 ),
                 weight=self.weight,
                 header=name.lower() + equals + value,
@@ -54,6 +75,9 @@ class RequestClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
                 model=self.model,
                 min_prompt_tokens=self.min_prompt_tokens,
                 max_prompt_tokens=self.max_prompt_tokens,
+                chunk=preset.chunk if self.chunk is None else self.chunk,
+                concurrency=preset.concurrency if self.concurrency is None else self.concurrency,
+                lane=self.lane or preset.lane,
             )
         except ValueError as error:
             raise ConfigError(f"class {self.name}: {error}") from None
@@ -72,9 +96,10 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     classes: Annotated[
         tuple[RequestClassConfig, ...],
         option(
-            "Objective of a class of requests: NAME,ttft=T,itl=T[,percentile=P][,weight=W]"
-            "[,header=NAME=VALUE][,key=TENANT][,model=M][,min_prompt_tokens=N]"
-            "[,max_prompt_tokens=N]. Repeatable.",
+            "Class of requests: NAME[,preset=realtime|chat|agent|document|batch][,ttft=T][,itl=T]"
+            "[,percentile=P][,weight=W][,chunk=TOKENS][,concurrency=STREAMS]"
+            "[,lane=short|long|background][,header=NAME=VALUE][,key=TENANT][,model=M]"
+            "[,min_prompt_tokens=N][,max_prompt_tokens=N]. Repeatable.",
             "Planner",
             name="slo_class",
             form="entries",
