@@ -15,6 +15,7 @@ from tests.lib.forked_python import Forks
 from tests.lib.local_workers import local_workers
 
 from pigou.config import ControlConfig
+from pigou.control.degradation import DegradedMode
 from pigou.control.planner.config import PlannerConfig
 from pigou.fleet.config import AttachedWorker, DeclaredModel, LocalWorker, WatchConfig
 from pigou.fleet.serve import Serving
@@ -90,6 +91,7 @@ async def running(
     prices: str = "",
     token_endpoint: bool = True,
     place_adapters: bool = False,
+    degrade: tuple[DegradedMode, ...] = (),
 ) -> AsyncIterator[tuple[Serving, Client]]:
     """Run a fleet of (prefill, decode, both) workers behind a gateway.
 
@@ -100,7 +102,7 @@ async def running(
     ]  # fmt: skip
     gateway = GatewayConfig(
         port=0, strict=not attach, journal=None if journal is None else str(journal),
-        token_endpoint=token_endpoint, place_adapters=place_adapters,
+        token_endpoint=token_endpoint, place_adapters=place_adapters, degrade=degrade,
         prices=prices, gpu="cpu" if prices else "",
         priced_model="llama-3.1-8b" if prices else "",
     )  # fmt: skip

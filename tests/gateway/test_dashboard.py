@@ -158,7 +158,14 @@ async def test_every_metric_is_documented() -> None:
         for each in families if not each.name.endswith("_created")
     }  # fmt: skip
     assert exported - set(re.findall(r"`(pigou_\w+|gen_ai_server_\w+)`", docs)) == set()
-    rare = ("pigou_trace_", "pigou_length_", "pigou_budget_")  # only with their options
+    rare = (
+        "pigou_trace_",
+        "pigou_length_",
+        "pigou_budget_",
+        "pigou_class_",
+        "pigou_lane_",
+        "pigou_degraded_",
+    )  # only with their options
     missing = {name for name in named - exported if not name.startswith(rare)}
     assert missing <= {"pigou_requests_failed_total", "pigou_migrations_total"}
     assert all(each.documentation for each in families)

@@ -12,9 +12,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from pigou.background import cancel
 from pigou.compiled import on_compiling
 from pigou.config import ConfigError, ControlConfig
+from pigou.control.degradation import Degradation
 from pigou.control.journal import journal_config
 from pigou.control.planner.config import PlannerConfig
 from pigou.control.warm_up import warm_up
@@ -46,6 +49,7 @@ from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.prompt_reader import PromptReader, PromptTokenizer
 from pigou.gateway.startup_shutdown import StageListener, Startup
 from pigou.registry import require
+from pigou.request import EngineLimits
 from pigou.stop_signals import END_S, StopSignals
 from pigou.tracing.tracer import open_tracer
 from pigou.wire import json_limits, kv_event_decoding
@@ -240,14 +244,17 @@ def _plane_driver(
         allow_special_tokens=gateway.allow_special_tokens,
         token_endpoint=gateway.token_endpoint,
     )
+    objectives = planner.objectives
+    control = msgspec.structs.replace(control, classes=objectives.queue_classes)
     plane, journal = make_plane(control, gateway), None
     if gateway.journal is not None:
         path = Path(gateway.journal)
         if model.name:
             path = path.with_stem(f"{path.stem}.{model.name.replace('/', '_')}")
         journal = Journal(path, journal_config(plane))
-    objectives = planner.objectives
     driver = PlaneDriver(plane, prompts, journal, objectives, model=model.name, sibling=sibling)
+    driver.degradation = Degradation(gateway.degrade)
+    driver.limits.classes = EngineLimits(max_batched_tokens=objectives.chunk_of(model.name))
     driver.places_adapters = gateway.place_adapters
     follow_driver(driver)
     return driver

@@ -9,7 +9,8 @@ from typing import Annotated
 import msgspec
 
 from pigou.config import ConfigError, check_fields, option
-from pigou.gateway.caches.layers import read_caches
+from pigou.control.degradation import Degradation, DegradedMode
+from pigou.gateway.caches.layers import CacheLayer, read_caches
 from pigou.tracing.config import TracingConfig
 from pigou.wire.names import is_loopback
 from pigou.wire.openai_requests import MODES
@@ -152,6 +153,16 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             name="cache",
         ),
     ] = ()
+    degrade: Annotated[
+        tuple[DegradedMode, ...],
+        option(
+            "Answer with less under load: cached, model,to=NAME or max_tokens,limit=N, with "
+            "wait_s=S or shed=SHARE to begin [,leave_wait_s=S][,leave_shed=SHARE][,hold_s=S]"
+            "[,classes=NAME+NAME]. Repeatable.",
+            "Gateway",
+            form="entries",
+        ),
+    ] = ()
     key_budgets: Annotated[
         tuple[str, ...],
         option(
@@ -202,7 +213,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError(
                 f"unknown_fields is {self.unknown_fields!r}; it must be {' or '.join(MODES)}"
             )
-        read_caches(self.caches)
+        layers = read_caches(self.caches)
+        if "cached" in Degradation(self.degrade).modes and CacheLayer.ANSWER not in layers:
+            raise ConfigError(
+                "degrade has cached, and no cache of answers; give --cache answer=1GiB"
+            )
         self._check_connections()
         if self.journal is not None and (packing := Path(self.journal).suffix) in _PACKED:
             raise ConfigError(

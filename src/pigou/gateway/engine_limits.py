@@ -24,8 +24,11 @@ class EngineLimiter:
     """Sets limits at workers, and again at those that join or restart; the plane learns them.
 
     The fleet's limits are those of workers that decode; a planner's go before them. Engines that
-    are not Pigou's keep their tokens per step, and the plane sends them fewer streams.
+    are not Pigou's keep their tokens per step, and the plane sends them fewer streams. `classes`
+    are the limits of workload classes, under all others.
     """
+
+    classes = EngineLimits()
 
     def __init__(self, background: Background, resize: Callable[[Upstream, int], None]) -> None:
         self.in_force: dict[str, EngineLimits] = {}  # as workers answered
@@ -75,7 +78,7 @@ class EngineLimiter:
 
     def _wanted(self, id: str) -> EngineLimits:
         decodes = self._upstreams[id][0].worker.role.decodes
-        fleet = self._fleet if decodes else EngineLimits()
+        fleet = self._fleet.over(self.classes) if decodes else EngineLimits()
         return self._planned.get(id, EngineLimits()).over(fleet)
 
     def follow(self, id: str) -> None:

@@ -23,10 +23,11 @@ from pigou.control.messages import RemoteKVFetch
 from pigou.control.router import Explanation
 from pigou.gateway.request import GatewayRun
 from pigou.metric_rows import MetricSet, counter_family, gauge_family
+from pigou.objectives import class_label
 from pigou.request import SECOND, BlockKeys
 
 #: Labels with the tenant's name, and with the model's, as vLLM calls it.
-TENANT, MODEL = "tenant", "model_name"
+TENANT, MODEL, CLASS = "tenant", "model_name", "class"
 BUILD_INFO = "pigou_build_info"
 #: Reasons for which a prompt is not pulled: no worker pulls it, or there is no broker.
 NO_PULLER, NO_BROKER = "no_puller", "no_broker"
@@ -114,6 +115,9 @@ class Metrics(MetricSet):
         self.overflowed = counter(
             "pigou_requests_overflowed", "Requests that went to another model or fleet.", "to"
         )
+        self.degraded = counter(
+            "pigou_requests_degraded", "Requests answered with less under load, by mode.", "mode"
+        )
         self.first_token = seconds(
             "pigou_time_to_first_token_seconds", "From arrival to the first token relayed.",
             _SECONDS,
@@ -148,6 +152,8 @@ class Metrics(MetricSet):
         self.stages, self.genai = StageMetrics(self), GenAIMetrics(self)
         self.tenants = TenantMetrics()
         self.scrape(self.tenants.families)
+        self.classes = TenantMetrics(CLASS)
+        self.scrape(self.classes.families)
         self.retention = SessionRetention(self)
         fast = self._fast_histogram
         self.itl = fast(
@@ -370,18 +376,19 @@ class TenantRow:
 class TenantMetrics:
     """Latency and cache hits by tenant: those with most requests, and the others' sum.
 
-    A tenant that leaves the shown ones is added to the others, so that no series falls.
+    A tenant that leaves the shown ones is added to the others, so that no series falls. With
+    another `label` the rows are of classes.
     """
 
-    def __init__(self, shown: int = MAX_SHOWN_TENANTS) -> None:
-        self._max_shown = shown
+    def __init__(self, label: str = TENANT, shown: int = MAX_SHOWN_TENANTS) -> None:
+        self._label, self._max_shown = label, shown
         self._rows: dict[str, TenantRow] = {}
         self._others = TenantRow()
         self._counts: Counter[str] = Counter()  # requests of all tenants
 
     def ended(self, run: GatewayRun, error: str) -> None:
         """Count a request; latency only if it succeeded."""
-        row = self._row(run.parsed.tenant)
+        row = self._row(run.parsed.tenant if self._label == TENANT else class_label(run.workload))
         row.requests += 1
         computed = None if run.metered is None else run.metered.computed
         if computed is not None:
@@ -409,20 +416,24 @@ class TenantMetrics:
         return row
 
     def families(self) -> Iterator[Metric]:
-        """Yield `pigou_tenant_*`."""
-        rows = [*self._rows.items(), (OTHER_TENANTS, self._others)]
+        """Yield `pigou_tenant_*`, or `pigou_class_*`."""
+        label, rows = self._label, [*self._rows.items()]
+        if label == TENANT:
+            rows.append((OTHER_TENANTS, self._others))
+        elif not rows:
+            return
         for name, text in (
-            ("requests", "Requests that a tenant's keys sent to models."),
+            ("requests", f"Requests of a {label} that models were asked for."),
             ("prompt_tokens", "Prompt tokens that began to be answered."),
             ("cached_tokens", "Those of them that were cached on their worker."),
         ):
             samples = [((tenant,), getattr(row, name)) for tenant, row in rows]
-            yield counter_family(f"pigou_tenant_{name}", text, samples, TENANT)
+            yield counter_family(f"pigou_{label}_{name}", text, samples, label)
         for name, field, bounds, text in (
             ("time_to_first_token", "ttft", _TENANT_TTFT, "From arrival to the first token."),
             ("request_duration", "duration", _TENANT_DURATION, "From arrival to the reply's end."),
         ):
-            family = HistogramMetricFamily(f"pigou_tenant_{name}_seconds", text, labels=[TENANT])
+            family = HistogramMetricFamily(f"pigou_{label}_{name}_seconds", text, labels=[label])
             for tenant, row in rows:
                 cuts = [*map(str, map(float, bounds)), "+Inf"]
                 counts = accumulate(getattr(row, f"{field}_counts"))

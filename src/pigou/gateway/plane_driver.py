@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from pigou.background import Background
+from pigou.control.degradation import Degradation
 from pigou.control.journal import JournalEntry, JournalRecorder, PlaneCalls, report_tokens
 from pigou.control.messages import (
     Action,
@@ -128,6 +129,7 @@ class PlaneDriver:
         self.meter = RequestMeter(objectives or Objectives(), self._model)
         self.shed = 0
         self.repeated, self.waits = RepeatedPrompts(), PromptWaits(self._prefill_s)
+        self.degradation = Degradation()
         self.peers_health: Callable[[], dict[str, Any]] | None = None  # None without a bus
         self.prefill_queue: GatewayPrefillQueue | None = None  # None where prompts are pushed
         # Set while the plane's kernels are compiled; the plane is not to be called before.
@@ -302,6 +304,8 @@ class PlaneDriver:
         self.timed((time.monotonic_ns() - start) / SECOND)
         if isinstance(decision, Queue):
             decision = await self._wait(request.id)
+        if self.degradation.modes:
+            self.degradation.meter.decided(time.monotonic_ns(), shed=isinstance(decision, Shed))
         if isinstance(decision, Shed):
             self.shed += 1
             self.repeated.end(request.id, time.monotonic(), served=False)
@@ -434,6 +438,8 @@ class PlaneDriver:
                     self._streams[request] = (stream, stream.counted)
                     fresh.append((request, stream.counted - reported))
             self.on_tokens(fresh)
-            self._wake(self._recorded.tick(time.monotonic_ns()))
+            self._wake(self._recorded.tick(now := time.monotonic_ns()))
+            if self.degradation.modes:
+                self.degradation.update(now, self.plane.queue.waited_s(now))
             for event in self._woken:
                 event.set()

@@ -14,7 +14,10 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
+from pigou.control.degradation import Mode
+from pigou.control.planner.config import CLASS_HEADER
 from pigou.diagnosis.prefix_lint import MAX_PIECES, PrefixAdvisor, prompt_pieces
+from pigou.gateway import degraded
 from pigou.gateway.api.costs import request_bill
 from pigou.gateway.api.models import ask_any
 from pigou.gateway.api.page import JSON, APIPage, APIPages
@@ -27,6 +30,7 @@ from pigou.gateway.caches.layers import (
     CACHE_HEADER,
     CONTEXT_HEADER,
     EVERYBODY,
+    SAMPLED,
     SEMANTIC,
     AnswerLookup,
     CacheControl,
@@ -39,6 +43,7 @@ from pigou.gateway.caches.semantic import (
     split_text,
     unit,
 )
+from pigou.gateway.degraded import DEGRADED_HEADER
 from pigou.gateway.gateway import Gateway
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.model_routing import GatewayModel
@@ -86,6 +91,7 @@ class GenerationAPI:
     """Answers completions and chats."""
 
     def __init__(self, gateway: Gateway) -> None:
+        degraded.check_modes(gateway)
         self._gateway = gateway
         self.fleets = OtherFleets()
         self._unknown = UnknownFields(gateway.config.unknown_fields, _log.warning)
@@ -132,8 +138,12 @@ class GenerationAPI:
                 run.advice = self._advice(run)
             count_for(model.metrics)
             response = None
+            if model.plane_driver.meter.objectives.classes:
+                run.workload = _class_of(run, request, model)
             if CacheLayer.ANSWER in gateway.caches.layers:
                 response = await self._from_cache(request, run, model, tenure)
+            if response is None and gateway.config.degrade:
+                run, model = await self._degrade(request, run, model, data, parse, traced)
             if response is None:
                 with self._answers.single_flight(run.lookup):
                     if model.overflow is None or OVERFLOW_HEADER in request.headers:
@@ -154,16 +164,22 @@ class GenerationAPI:
         """Answer from the cache of answers, or wait for an equal request; None on a miss."""
         gateway, parsed = self._gateway, run.parsed
         control = CacheControl.read(request.headers)
+        own, cacheable = control, answers.is_repeatable(parsed) or SAMPLED in control.wants
+        control = degraded.cache_control(own, run, model, request.headers)
         scope = model.scope(gateway.config.release)
         whole = scope.whole(tenure, parsed.fields, parsed.body, chat=parsed.chat)
         run.lookup = self._answers.ask(run, whole, control)
         while run.lookup is not None:
             cached = self._answers.find(run.lookup)
             if cached is not None:
+                if not cacheable:
+                    self._note_degraded(run, model, "cached")
                 return await self._replay(request, run, model, cached)
             if await self._answers.lead(run.lookup):
                 similar = await self._similar(request, run, whole)
                 if similar is not None:
+                    if SEMANTIC in control.wants - own.wants:
+                        self._note_degraded(run, model, "cached")
                     return await self._replay(request, run, model, similar)
                 break
         if control.only:
@@ -241,6 +257,33 @@ class GenerationAPI:
         headers = passed_on(request.headers)
         return GatewayRun.of(parsed, trace_headers=headers, translation=translation), model
 
+    async def _degrade(
+        self, request: web.Request, run: GatewayRun, model: GatewayModel, data: bytes,
+        parse: Callable[..., tuple[GatewayRun, GatewayModel]], traced: TracedRequest | None,
+    ) -> tuple[GatewayRun, GatewayModel]:  # fmt: skip
+        """Return a request as degraded modes that are on let it be served, and its model."""
+        headers, first = request.headers, model
+        if to := degraded.replaces(run, model, headers):
+            model, original = self._gateway.routing.find(to), run
+            run, _ = await self._gateway.off_loop(data, partial(parse, model))
+            run.workload, run.dropped, run.advice = (
+                original.workload,
+                original.dropped,
+                original.advice,
+            )
+            if traced is not None:
+                traced.take(run)
+            self._note_degraded(run, first, "model", f"model={to}")
+        if degraded.shorten(run, first, headers):
+            self._note_degraded(run, first, "max_tokens", f"max_tokens={run.parsed.max_tokens}")
+        return run, model
+
+    def _note_degraded(
+        self, run: GatewayRun, model: GatewayModel, mode: Mode, text: str = ""
+    ) -> None:
+        run.degraded = (*run.degraded, text or mode)
+        model.metrics.degraded.labels(mode).inc()
+
     async def _overflow(
         self, request: web.Request, run: GatewayRun, model: GatewayModel, data: bytes,
         parse: Callable[..., tuple[GatewayRun, GatewayModel]], traced: TracedRequest | None,
@@ -287,6 +330,8 @@ class GenerationAPI:
                 if run.parsed.single and driver.prompts is not None:
                     start_ns = time.monotonic_ns()
                     await driver.read(run)
+                    if driver.meter.objectives.classes:
+                        run.workload = _class_of(run, request, model)
                     seconds = (time.monotonic_ns() - start_ns) / SECOND
                     model.metrics.stages.tokenize.observe(seconds)
                 writer = SSEWriter(
@@ -378,6 +423,8 @@ def counted(run: GatewayRun, model: GatewayModel) -> Iterator[None]:
             requested = model.served_name
         model.metrics.genai.ended(run, requested, served, error)
         model.metrics.tenants.ended(run, error)
+        if model.plane_driver.meter.objectives.classes:
+            model.metrics.classes.ended(run, error)
         describe_access(
             request_id=parsed.wire_id,
             trace_id=run.trace_id or None,
@@ -410,6 +457,12 @@ def _delivering(run: GatewayRun, writer: SSEWriter, metrics: Metrics) -> Iterato
             run.trace.event("client slow", time.monotonic_ns(), pauses)
 
 
+def _class_of(run: GatewayRun, request: web.Request, model: GatewayModel) -> str:
+    meter = model.plane_driver.meter
+    tenant, tokens = run.parsed.tenant, run.prompt_tokens
+    return meter.objectives.name_of(tenant, tokens, request.headers, meter.model())
+
+
 def _observe_duration(run: GatewayRun, metrics: Metrics) -> None:
     metrics.duration.observe((time.monotonic_ns() - run.parsed.arrival) / SECOND)
 
@@ -421,6 +474,10 @@ def _decision_headers(run: GatewayRun) -> dict[str, str]:
         headers[CACHE_HEADER] = run.lookup.status
     if run.dropped:
         headers[CONTEXT_HEADER] = f"dropped {run.dropped}"
+    if run.workload:
+        headers[CLASS_HEADER] = run.workload
+    if run.degraded:
+        headers[DEGRADED_HEADER] = ", ".join(run.degraded)
     if run.parsed.unknown:
         headers[UNKNOWN] = header_value(run.parsed.unknown)
     if choice is None:

@@ -21,10 +21,12 @@ from pigou.gateway.auth.keys import NO_KEY, Key, unauthorized
 from pigou.gateway.gateway import Gateway
 from pigou.gateway.metrics import BUILD_INFO, MODEL, TENANT, worker_families
 from pigou.gateway.model_routing import GatewayModel
+from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.prices import price_families
 from pigou.gateway.proxy.upstream import Upstream
 from pigou.gateway.request_meter import attainment_families
 from pigou.metric_rows import counter_family, gauge_family
+from pigou.objectives import class_label
 from pigou.tracing.exporter import exporter_families
 from pigou.windows.prompts import PromptWaits
 
@@ -114,6 +116,7 @@ def _register(model: GatewayModel) -> None:
     metrics.scrape(lambda: worker_families(model.fleet_status.gauges()))
     metrics.scrape(lambda: price_families(*model.fleet_status.prices()))
     metrics.scrape(lambda: attainment_families(driver.meter))
+    metrics.scrape(lambda: _queue_families(driver))
     metrics.scrape(lambda: [
         counter_family(
             "pigou_index_evicted_blocks",
@@ -141,6 +144,32 @@ def _wait_families(waits: PromptWaits) -> Iterator[Metric]:
     yield gauge_family("pigou_prompt_longest_wait_seconds", text, late_s)
     text = "Longest prompt at workers before its first token."
     yield gauge_family("pigou_prompt_longest_tokens", text, tokens)
+
+
+def _queue_families(driver: PlaneDriver) -> Iterator[Metric]:
+    """Yield waiting requests by class and lane where they wait apart, and degraded modes."""
+    admission, degradation = driver.plane.admission, driver.degradation
+    if admission.lanes.some:
+        states = admission.lane_states(time.monotonic_ns())
+        labels = [
+            (class_label(one.lane.workload), "long" if one.lane.is_long else "short")
+            for one in states
+        ]
+        for name, help, values in (
+            ("requests", "Requests that wait, by lane.", [one.waiting for one in states]),
+            ("wait_seconds", "Wait of a lane's oldest request.", [one.waited_s for one in states]),
+            (
+                "starves", "1 if a lane waits for 10 s while others are served.",
+                [float(one.starves) for one in states],
+            ),
+        ):  # fmt: skip
+            samples = list(zip(labels, values, strict=True))
+            yield gauge_family(f"pigou_lane_{name}", help, samples, "class", "lane")
+    if degradation.modes:
+        yield gauge_family(
+            "pigou_degraded_mode", "1 while a degraded mode is on.",
+            [((mode,), float(degradation.is_on(mode))) for mode in degradation.modes], "mode",
+        )  # fmt: skip
 
 
 class _FilteredMetrics(Collector):
