@@ -107,6 +107,20 @@ def test_a_waiting_long_prompt_is_owed_a_row_and_its_kv() -> None:
     assert end(plane, "s1") == ["s3"]
 
 
+def test_a_long_prompt_that_waits_for_its_class_is_owed_nothing() -> None:
+    plane = fleet(max_seqs=2, long_lane=LANE, classes={"doc": QueueClass(concurrency=1)})
+    assert send(plane, "d0", 2000, workload="doc")
+    assert not send(plane, "d1", 2000, workload="doc")
+    assert send(plane, "s0")
+    plane = fleet(2, max_seqs=1, long_lane=LANE, classes={"doc": QueueClass(concurrency=1)})
+    for name in ("d0", "d1"):
+        assert send(plane, name, 2000, workload="doc")
+    assert not send(plane, "d2", 2000, workload="doc")
+    assert not send(plane, "s0")
+    assert end(plane, "d0") == ["d2"]
+    assert end(plane, "d1") == ["s0"]
+
+
 def test_long_prompts_take_all_of_an_idle_worker() -> None:
     plane = fleet(long_lane=LANE)
     assert [bool(send(plane, f"l{i}", 2000)) for i in range(5)] == [True] * 4 + [False]

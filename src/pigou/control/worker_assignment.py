@@ -258,7 +258,12 @@ class WorkerAssigner:
         if state.lane is None:
             return all_workers(len(state.ids)), None
         limits = admission.capacity.max_tokens(state)
-        others = {lane: count for lane, count in queue.lanes.items() if lane.is_long != is_long}
+        full = admission.full(state)
+        others = {
+            lane: count
+            for lane, count in queue.lanes.items()
+            if lane.is_long != is_long and lane not in full
+        }
         max_streams = admission.capacity.max_streams(state, UNLIMITED)
         rows = admission.lanes.rows(waiting, state, max_streams, limits, sum(others.values()))
         if is_long or not others:
