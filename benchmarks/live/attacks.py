@@ -3,7 +3,7 @@
 ``python -m benchmarks.live.attacks`` starts workers with the bundled model, and a gateway with each
 order before them. Victims send at a rate; the attacker keeps a number of requests open, in all
 plays as many. Printed: the victims' TTFT P99 over honest play's, their answers within the
-objective likewise, output tokens of the attacker's jobs likewise, and refused attempts.
+objective (2 s) likewise, output tokens of the attacker's jobs likewise, and refused attempts.
 
 | play | the attacker sends |
 |---|---|
@@ -36,7 +36,7 @@ from benchmarks.live.routing import fleet
 
 VICTIMS = ("v0", "v1", "v2")
 PLAYS = ("honest", "cache-flood", "cost-bomb", "sybil", "sybil-paid", "retry-storm")
-SYBILS, PATIENCE_S, TTFT_SLO_S = 8, 0.3, 1.0
+SYBILS, PATIENCE_S, TTFT_SLO_S = 8, 2.0, 2.0
 #: Tokens of an honest prompt that its tenant's requests share, own ones, and output.
 SHARED, OWN, OUTPUT = 256, 32, 32
 LONG, TURN, TURNS = 1024, 128, 6

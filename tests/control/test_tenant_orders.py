@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, ControlConfig
 from pigou.control.admission.fair_order import TenantOrder
 from pigou.control.admission.queue_order import QueuedRequest, load
 from pigou.control.admission.tenant_orders import Dlpm, Drf, KarmaOrder, MarketOrder
 from pigou.control.admission.usage_prices import FleetRates, KVResidency
-from pigou.request import SECOND, Request
+from pigou.control.messages import Route, WorkerUp
+from pigou.control.plane import ControlPlane
+from pigou.request import SECOND, Request, Role, Worker
 
 
 def order(name: str, **params: Any) -> Any:
@@ -316,3 +318,12 @@ def test_who_owes_is_not_forgotten_among_many_tenants() -> None:
             where.remove(put(where, f"t{serial}", serial=10 + serial))
         owed = where.credits("debtor") if name == "karma" else where.deficit("debtor")
         assert owed == -2700
+
+
+@pytest.mark.parametrize("order", ["drf", "market"])
+def test_a_fleet_of_prefill_and_decode_workers_has_prices(order: str) -> None:
+    plane = ControlPlane(ControlConfig(admission={"order": order}))
+    for name, role in (("p", Role.PREFILL), ("d", Role.DECODE), ("e", Role.DECODE)):
+        plane.observe(WorkerUp(Worker(name, "u", role, blocks=64, max_seqs=4)), 0)
+    plane.tick(SECOND)
+    assert isinstance(plane.submit(Request("a", 1, 1), SECOND), Route)

@@ -51,7 +51,7 @@ def test_probes_tell_a_victims_prompt_in_one_tenure_and_not_across(
 
 def test_a_storm_that_ignores_retry_after_sends_more_attempts() -> None:
     play = ATTACKS["retry-storm"].play(
-        jobs(ATTACKER, tenants._JOBS, 2.0, 1), {"timeout_s": 0.05}, Random(1)
+        jobs(ATTACKER, tenants._JOBS, 2.0, 1), {"timeout_s": 0.05, "heeds": 0}, Random(1)
     )
     runs = tenants.simulation("fair", play, 1).run().runs
     own = [run.attempts for run in runs if run.spec.tenant == ATTACKER]
@@ -65,3 +65,21 @@ def test_an_order_meets_the_target_only_with_all_three_figures() -> None:
     assert meets(row)
     for change in ({"victim_ratio": 1.3}, {"gain": 1.2}, {"throughput_ratio": 0.9}):
         assert not meets(row | change)
+
+
+def test_junk_moves_a_planner_by_one_share_unless_names_can_be_made_up() -> None:
+    workers = {row["order"]: row["workers"] for row in tenants._planner()}
+    assert workers["one name"] == workers["pooled names"] < workers["made-up names"]
+
+
+def test_made_up_names_gain_nothing_where_they_share_one_weight() -> None:
+    lie, honest = (("keys", 8.0),), figures_of("fair", "", (), 1)
+    pooled = figures_of("fair", "sybil-pooled", lie, 1)
+    assert pooled.ttfts == honest.ttfts
+    assert pooled.tokens == honest.tokens
+
+
+def test_a_run_that_claims_nothing_is_made_once_for_orders_of_claims() -> None:
+    found = tenants.figures_of_all([("fair", "", (), 1), ("priority-fair", "", (), 1)])
+    assert found[0] is found[1]
+    assert tenants._run_of(("edf", "urgent", (), 1))[0] == "edf"

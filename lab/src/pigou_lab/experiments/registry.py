@@ -158,6 +158,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         "attacks of tenants under each admission order, by the best lie that a search found",
         tenants.tenants, lambda rows, *_: tenants.verdict(rows), 3, tenants.LEVELS,
         ("level_name", "order", "lie", "victim_ttft_p99_s", "victim_ratio", "goodput_ratio",
-         "gain", "latency_gain", "cost", "attempts", "throughput_ratio", "accuracy"), reads=False,
+         "gain", "latency_gain", "cost", "attempts", "throughput_ratio", "accuracy",
+         "workers"), reads=False,
     ),
 }  # fmt: skip

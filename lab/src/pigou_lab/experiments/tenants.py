@@ -28,6 +28,7 @@ import numpy as np
 
 from pigou.cli.plan import processes
 from pigou.control.admission.usage_prices import FleetRates
+from pigou.control.planner.actuation import tenants_limit
 from pigou.request import POOL, SECOND
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import read_fleet
@@ -192,8 +193,11 @@ def _sybil(honest: list[RequestSession], lie: Lie, rng: Random) -> Play:
 def _pooled_sybil(honest: list[RequestSession], lie: Lie, rng: Random) -> Play:
     """The same names, whose payer nobody knows: they share one weight."""
     play = _sybil(honest, lie, rng)
-    play.weights = {**dict.fromkeys(VICTIMS, 1.0), POOL: 1.0}
+    play.weights = _POOLED
     return play
+
+
+_POOLED = {**dict.fromkeys(VICTIMS, 1.0), POOL: 1.0}
 
 
 def _storm(honest: list[RequestSession], lie: Lie, _: Random) -> Play:
@@ -221,8 +225,8 @@ ATTACKS: Mapping[str, Attack] = {
     "sybil-pooled": Attack(_pooled_sybil, {"keys": (2, 4, 8, 32)}),
     "retry-storm": Attack(_storm, {"timeout_s": (0.0, 2.0, 4.0), "heeds": (0, 1)}),
 }
-#: The last level is the timing side channel.
-LEVELS = tuple(range(1, len(ATTACKS) + 2))
+#: The last two levels are the timing side channel, and a planner that junk makes start workers.
+LEVELS = tuple(range(1, len(ATTACKS) + 3))
 
 
 def simulation(order: str, play: Play, seed: int) -> Simulation:
@@ -361,7 +365,7 @@ def tenants(
     names = list(ATTACKS)
     for level in levels:
         if level > len(names):
-            yield from _side_channel(seeds)
+            yield from _side_channel(seeds) if level < LEVELS[-1] else _planner()
             continue
         attack = names[level - 1]
         honest = [(order, "", (), seed) for order in ORDERS for seed in seeds]
@@ -417,7 +421,7 @@ def _side_channel(seeds: Sequence[int]) -> Iterator[Row]:
             hits, misses = _probed(shared, seed)
             right = sum(t <= threshold for t in hits) / len(hits)
             accuracies.append((right + sum(t > threshold for t in misses) / len(misses)) / 2)
-        row: Row = {"experiment": "tenants", "concurrency": LEVELS[-1], "level_name": "timing",
+        row: Row = {"experiment": "tenants", "concurrency": LEVELS[-2], "level_name": "timing",
                     "order": "one tenure" if shared else "tenure of each tenant",
                     "accuracy": statistics.fmean(accuracies)}  # fmt: skip
         yield row | dict.fromkeys(COMPARED)
@@ -451,6 +455,26 @@ def _probed(shared: bool, seed: int) -> tuple[list[float], list[float]]:
             found = (run.first_token_ns - run.intended_ns) / SECOND
             (hits if sent_too else misses).append(found)
     return hits, misses
+
+
+#: Most workers of a planner, load of a victim in workers, loads of junk to search, names made up.
+_MAX_WORKERS, _VICTIM_LOAD, _JUNK_LOADS, _NAMES = 8, 0.6, (1, 2, 4, 8, 32), 8
+
+
+def _planner() -> Iterator[Row]:
+    """Yield the most workers that junk makes a planner of honest targets start, by its names."""
+    victims = dict.fromkeys(VICTIMS, _VICTIM_LOAD)
+    for who, names, weights in (
+        ("one name", 1, {}), ("made-up names", _NAMES, {}), ("pooled names", _NAMES, _POOLED)
+    ):  # fmt: skip
+        workers = 0
+        for junk in _JUNK_LOADS:
+            load = victims | {f"{ATTACKER}{name}": junk / names for name in range(names)}
+            wanted = min(_MAX_WORKERS, math.ceil(sum(load.values())))
+            workers = max(workers, tenants_limit(_MAX_WORKERS, wanted, load, weights))
+        row: Row = {"experiment": "tenants", "concurrency": LEVELS[-1], "level_name": "planner",
+                    "order": who, "workers": workers}  # fmt: skip
+        yield row | dict.fromkeys(COMPARED)
 
 
 def verdict(rows: Sequence[Row]) -> Mapping[str, Any]:

@@ -61,8 +61,8 @@ def fleet_rates(
     delay_s = streams * (known.itl(decodes, streams + 1.0) - step_s) * (streams > 0)
     output_s = float((step_s / np.maximum(streams, 1.0) + delay_s).mean())
     memory_s = float((displaced * token_s).mean())
-    all_streams = columns.decode_requests[prefills]
-    prefill_s = float((token_s + all_streams * known.interference_token)[prefills].mean())
+    delays_s = columns.decode_requests * known.interference_token
+    prefill_s = float((token_s + delays_s)[prefills].mean())
     return FleetRates(
         prefill_tokens_s=float((1.0 / token_s[prefills]).sum()),
         output_tokens_s=output_tokens_s,
