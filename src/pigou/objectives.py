@@ -54,7 +54,7 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         keys = {"ttft": "ttft_s", "itl": "itl_s", "tpot": "itl_s", "percentile": "percentile"}
         values: dict[str, Any] = {}
         form = "ttft=500ms,itl=40ms[,percentile=95], times in ms or s"
-        for key, value in key_values("slo", text, form).items():
+        for key, value in key_values("slo", text.split(","), form).items():
             if (field := keys.get(key)) is None or field in values:
                 raise ConfigError(f"slo has {key}={value}; write {form}")
             values[field] = value.removesuffix("%") if field == key else latency_s(key, value)
