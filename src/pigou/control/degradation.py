@@ -17,7 +17,6 @@ from pigou.request import SECOND
 
 #: What a mode does: answer from the cache, ask a smaller model, or shorten answers.
 Mode = Literal["cached", "model", "max_tokens"]
-MODES: tuple[Mode, ...] = ("cached", "model", "max_tokens")
 #: Seconds of decisions that the shed share is of.
 SHED_WINDOW_S = 10
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
