@@ -222,7 +222,7 @@ class Worker:
     rehearsed: tuple[Rehearsed, ...] = ()
     location: Location = UNKNOWN_LOCATION  # the labels of its node
     version: str = ""  # deployment version; workers of different versions exchange no KV
-    long_lane: str = ""  # its lane for long prompts, as `LaneConfig.parse` reads it; "" for none
+    long_lane: str = ""  # lane for long prompts, as `LaneConfig.parse` reads it; "" for none
 
     @property
     def fetch_layout(self) -> str:

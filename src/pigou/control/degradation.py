@@ -15,7 +15,7 @@ import msgspec
 from pigou.config import ConfigError, check_bounds
 from pigou.request import SECOND
 
-#: What a mode does: answer from the cache, ask a smaller model, or shorten answers.
+#: Modes: answer from the cache, ask a smaller model, or shorten answers.
 Mode = Literal["cached", "model", "max_tokens"]
 #: Seconds of decisions that the shed share is of.
 SHED_WINDOW_S = 10

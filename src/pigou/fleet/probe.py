@@ -80,7 +80,7 @@ class ProbeResult:
     version: str = ""  # deployment version; empty if none
     location: Location = UNKNOWN_LOCATION  # labels of its node
     role: Role | None = None  # the only role that the server was started for; None for any
-    long_lane: str = ""  # its lane for long prompts; empty for none
+    long_lane: str = ""  # lane for long prompts; empty for none
 
 
 class _ModelCard(msgspec.Struct):

@@ -194,7 +194,7 @@ class GatewayRun:
     budget_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     dropped: str = ""  # parts of its compiled context, where its client sent one
     advice: str = ""  # on the beginning of its prompt, where its client asked for some
-    workload: str = ""  # its class; empty without one
+    workload: str = ""  # name of its class; empty without one
     degraded: tuple[str, ...] = ()  # modes that its answer has less by
     trace: RequestTrace | None = field(default=None, repr=False)
     # the client's, passed on to workers where tracing is off.

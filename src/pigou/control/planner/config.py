@@ -23,7 +23,7 @@ class RequestClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """A class of requests and its objective; latencies as `latency_s` reads them."""
 
     name: str
-    preset: str = ""  # of `PRESETS`, for what is not given
+    preset: str = ""  # name in `PRESETS`, for what is not given
     ttft: float | str = math.inf
     itl: float | str = math.inf
     tpot: float | str = math.inf  # alias of `itl`
