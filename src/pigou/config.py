@@ -26,6 +26,10 @@ _EXTRA = "option"
 QueueOrder = Literal["fcfs", "priority", "edf", "shortest"]
 #: Policies under which requests give up entries whose return is below the price, also unasked.
 BY_PRICE = ("paper", "paper-lossy")
+LANE_HELP = (
+    "Lane for long prompts in each worker: min_prompt=TOKENS,tokens=PER_STEP[,idle_tokens=N]"
+    "[,halved_at=CONTEXT][,yields=STEPS][,seqs=ROWS][,kv_share=SHARE]."
+)
 #: Heading of options.
 _EVICTION = "Token eviction"
 

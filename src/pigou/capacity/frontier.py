@@ -7,7 +7,7 @@ the same requests, the better half sees twice as many, and a load has its own se
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from statistics import fmean
@@ -26,7 +26,7 @@ from pigou.objectives import Slo
 from pigou.request import SECOND
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import FleetConfig
-from pigou.sim.request_run import RunOutcome
+from pigou.sim.request_run import RequestRun, RunOutcome
 from pigou.sim.result import SimulationResult, request_itl_ns
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import Simulation
@@ -50,9 +50,9 @@ _BELOW, _SATURATED = 0.9, 0.5
 #: First requests of a run that are not measured, as a share: the fleet fills.
 _WARM_UP = 0.15
 #: Halvings of the candidates, and doublings of their requests.
-_HALVINGS = 2
+HALVINGS = 2
 #: Relative difference below which figures are the same.
-_TIE = 0.01
+TIE = 0.01
 #: Seconds that a request which was not served counts as (a day).
 _LOST_S = 86_400.0
 #: Percentile of latencies without an objective.
@@ -71,9 +71,9 @@ class PointFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def objectives(self) -> tuple[float, ...]:
-        """Logarithms of figures of which less is better, in steps of `_TIE`: below it is noise."""
+        """Logarithms of figures of which less is better, in steps of `TIE`: below it is noise."""
         figures = self.ttft_s, self.itl_s, 1.0 / max(self.output_tok_s, 1e-9)
-        return tuple(_TIE * round(math.log(max(figure, 1e-9)) / _TIE) for figure in figures)
+        return tuple(TIE * round(math.log(max(figure, 1e-9)) / TIE) for figure in figures)
 
 
 class EvaluatedPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,12 +143,7 @@ class FrontierSearch:
             "max_batched_tokens": _limits(self.setup.max_batched_tokens, 16),
             "max_seqs": _limits(self.setup.max_seqs, 1),
         }
-        rng = np.random.default_rng(self.control.seed)
-        columns = [
-            [values[i % len(values)] for i in rng.permutation(self.candidates).tolist()]
-            for values in grids.values()
-        ]
-        rows = (dict(zip(grids, row, strict=True)) for row in zip(*columns, strict=True))
+        rows = hypercube(grids, self.candidates, self.control.seed)
         points = [OperatingPoint(), *(_point(row) for row in rows)]
         return list({_key(point): point for point in points}.values())
 
@@ -240,8 +235,8 @@ def _halve(search: FrontierSearch, name: str, load: float, share: float, run: Ru
     """Halve the candidates at a load, and double their requests, until a few are left."""
     left, seeds = search.entrants(), len(search.workloads)
     evaluated: dict[bytes, EvaluatedPoint] = {}
-    for halving in range(_HALVINGS + 1):
-        requests = math.ceil(search.requests / 2 ** (_HALVINGS - halving))
+    for halving in range(HALVINGS + 1):
+        requests = math.ceil(search.requests / 2 ** (HALVINGS - halving))
         stage = f"{name} load, {load:g} times: {len(left)} settings"
         trials = [
             PointTrial(point, load, requests, seed) for point in left for seed in range(seeds)
@@ -249,7 +244,7 @@ def _halve(search: FrontierSearch, name: str, load: float, share: float, run: Ru
         runs = [figures for figures, _ in run(stage, trials)]
         entries = [
             EvaluatedPoint(
-                point=point, figures=_mean(runs[i * seeds : (i + 1) * seeds]),
+                point=point, figures=mean_figures(runs[i * seeds : (i + 1) * seeds]),
                 requests=requests * seeds,
             )
             for i, point in enumerate(left)
@@ -272,6 +267,18 @@ def _halve(search: FrontierSearch, name: str, load: float, share: float, run: Ru
     return LoadFrontier(load=load, in_regime=share, points=tuple(points))
 
 
+def hypercube(
+    grids: Mapping[str, Sequence[float]], count: int, seed: int
+) -> Iterator[dict[str, float]]:
+    """Yield `count` draws of a Latin hypercube over each name's values."""
+    rng = np.random.default_rng(seed)
+    columns = [
+        [values[i % len(values)] for i in rng.permutation(count).tolist()]
+        for values in grids.values()
+    ]
+    return (dict(zip(grids, row, strict=True)) for row in zip(*columns, strict=True))
+
+
 def shortened(workload: Workload, load: float, requests: int) -> Workload:
     """Return the first requests of a workload at a multiple of its load."""
     if isinstance(workload, ClosedLoop):
@@ -290,10 +297,13 @@ def shortened(workload: Workload, load: float, requests: int) -> Workload:
     return OpenLoop(tuple(sessions), concurrency)
 
 
-def measured(result: SimulationResult, slo: Slo | None) -> PointFigures:
-    """Return the figures of a run's requests after its warm-up."""
+def measured(
+    result: SimulationResult, slo: Slo | None, of: Callable[[RequestRun], bool] = lambda _: True
+) -> PointFigures:
+    """Return the figures of a run's requests after its warm-up, of those that `of` is true of."""
     runs = result.runs[int(_WARM_UP * len(result.runs)) :]
-    runs = [run for run in runs if run.outcome is not RunOutcome.PENDING]  # cut off at the end
+    # Without those that were cut off at the end.
+    runs = [run for run in runs if run.outcome is not RunOutcome.PENDING and of(run)]
     served = [run for run in runs if run.outcome is RunOutcome.DONE]
     lost = [_LOST_S] * (len(runs) - len(served))
     ttft = [(run.first_token_ns - run.intended_ns) / SECOND for run in served]
@@ -304,7 +314,7 @@ def measured(result: SimulationResult, slo: Slo | None) -> PointFigures:
         inside = sum(a <= slo.ttft_s and b <= slo.itl_s for a, b in zip(ttft, itl, strict=True))
         attained = inside / max(len(runs), 1)
     several = [value for run, value in zip(served, itl, strict=True) if run.output_tokens > 1]
-    tokens = sum(run.output_tokens for run in result.done)
+    tokens = sum(run.output_tokens for run in result.done if of(run))
     return PointFigures(
         ttft_s=float(np.percentile(ttft + lost or [0.0], percentile)),
         itl_s=float(np.percentile(several + lost or [0.0], percentile)),
@@ -345,7 +355,7 @@ def _better(entries: Sequence[EvaluatedPoint], slo: Slo | None) -> list[Evaluate
         ranks[rest] += 1
     merit = regrets(entries)
     if slo is not None:
-        merit = np.array([_excess(entry.figures, slo)[0] for entry in entries])
+        merit = np.array([excess(entry.figures, slo)[0] for entry in entries])
     turns = zip(np.lexsort((-room, ranks)).tolist(), np.argsort(merit, kind="stable").tolist(),
                 strict=True)  # fmt: skip
     selected = dict.fromkeys([0, *(i for turn in turns for i in turn)])
@@ -366,25 +376,25 @@ def _room(objectives: NDArray[np.float64]) -> NDArray[np.float64]:
 def _choose(frontier: LoadFrontier, slo: Slo | None) -> LoadFrontier:
     able = [entry for entry in frontier.points if entry.final and not entry.dominated]
     regret = {id(entry): value for entry, value in zip(able, regrets(able).tolist(), strict=True)}
-    inside = able if slo is None else [e for e in able if _excess(e.figures, slo)[0] <= 1.0]
+    inside = able if slo is None else [e for e in able if excess(e.figures, slo)[0] <= 1.0]
     if inside:
         max_tok_s = max(entry.figures.output_tok_s for entry in inside)
-        near = [e for e in inside if e.figures.output_tok_s >= (1.0 - _TIE) * max_tok_s]
+        near = [e for e in inside if e.figures.output_tok_s >= (1.0 - TIE) * max_tok_s]
         best = min(inside if slo is None else near, key=lambda entry: regret[id(entry)])
         reason = "least regret over all figures"
         if slo is not None:
             reason = f"inside the objective, most tokens/s of {len(inside)} that are"
     else:
         assert slo is not None
-        best = min(able, key=lambda entry: _excess(entry.figures, slo)[0])
-        reason = f"none is inside the objective; nearest: {_excess(best.figures, slo)[1]}"
+        best = min(able, key=lambda entry: excess(entry.figures, slo)[0])
+        reason = f"none is inside the objective; nearest: {excess(best.figures, slo)[1]}"
     points = tuple(
         msgspec.structs.replace(entry, chosen=entry is best) for entry in frontier.points
     )
     return msgspec.structs.replace(frontier, points=points, reason=reason)
 
 
-def _excess(figures: PointFigures, slo: Slo) -> tuple[float, str]:
+def excess(figures: PointFigures, slo: Slo) -> tuple[float, str]:
     """Return the largest figure over its objective, and which objectives are broken."""
     pairs = (("TTFT", figures.ttft_s, slo.ttft_s), ("ITL", figures.itl_s, slo.itl_s))
     broken = [
@@ -408,7 +418,7 @@ def _limits(limit: int, floor: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(max(int(share * limit), min(floor, limit)) for share in SHARES))
 
 
-def _mean(figures: Sequence[PointFigures]) -> PointFigures:
+def mean_figures(figures: Sequence[PointFigures]) -> PointFigures:
     """Return the means over seeds."""
     rows = [msgspec.structs.asdict(one) for one in figures]
     means = {

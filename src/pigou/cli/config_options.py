@@ -52,8 +52,8 @@ COMMON = {
     "prefixes prefix_length trace sessions seed timeout slo json requests",
     "simulate": "workload fleet model gpu tp timing blocks engine tier prefill_queue prices policy "
     "admission seed slo planner gateways json requests report",
-    "frontier": "workload fleet model gpu tp timing blocks engine policy seed slo given candidates "
-    "requests seeds jobs json picture",
+    "frontier": "workload fleet model gpu tp timing blocks engine policy seed slo slo_class given "
+    "candidates requests seeds jobs json picture",
     "sweep": "isl workers utilisation requests concurrency contexts osl model gpu tp timing blocks "
     "max_seqs engine seed out url decode_workers api_key",
     "vram": "model gpu tp data_parallel_size enable_expert_parallel num_redundant_experts kv_dtype "

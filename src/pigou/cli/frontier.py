@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -12,11 +14,14 @@ from pigou.cli.config_options import Override
 from pigou.cli.option_values import check_json, write_json
 from pigou.cli.progress import WorkProgress, wide_console
 from pigou.config import ConfigError, ControlConfig, Option, RunError, check_fields, option
+from pigou.control.planner.config import RequestClassConfig
 from pigou.registry import require
+from pigou.sim.fleet_config import ScalingConfig
 from pigou.sim.setup import Setup
 
 if TYPE_CHECKING:
-    from pigou.capacity.frontier import EvaluatedPoint, Frontier
+    from pigou.capacity.class_tuning import ClassTuning, EvaluatedSettings
+    from pigou.capacity.frontier import EvaluatedPoint, Frontier, Watch
     from pigou.objectives import Slo
 
 _SEARCH = "Search"
@@ -27,6 +32,16 @@ _CONTROL = Override(
     saturation="Saturation detector, as in `pigou serve`: it says which load is light, and heavy.",
     admission="Order of waiting requests, as in `pigou serve`.",
     seed=Option(help="Seed of arrivals, lengths, ties and candidates.", group=_SEARCH),
+)  # fmt: skip
+
+
+_CLASSES = Override(
+    "classes",
+    classes=Option(
+        help="Class of requests, as in `pigou serve`: chunk, streams of each class and the lane "
+        "of long prompts are sought instead, for the worst-off class. Repeatable.",
+        group=_SEARCH, name="slo_class", form="entries",
+    ),
 )  # fmt: skip
 
 
@@ -53,6 +68,7 @@ def frontier(
     search: SearchOptions,
     setup: Setup,
     control: Annotated[ControlConfig, _CONTROL],
+    scaling: Annotated[ScalingConfig, _CLASSES],
     workload: Annotated[
         str, typer.Option(help="Trace, or made-up requests, as in `pigou simulate`.",
                           rich_help_panel="Load")
@@ -91,6 +107,14 @@ def frontier(
         require("report", "--picture")
     if bool(workload) == bool(given):
         raise ConfigError("--workload and --from: give one of the two")
+    if scaling.classes:
+        for option, value in (("--from", given), ("--picture", picture), ("--slo", slo)):
+            if value:
+                raise ConfigError(f"{option} is {value!r}, and --slo-class is given; leave one out")
+        tuning = _tune(search, setup, control, scaling.classes, workload, fleet)
+        write_json("--json", json, tuning)
+        _show_classes(tuning, scaling.classes)
+        return
     objective = Slo.parse(slo if "percentile" in slo else f"{slo},percentile=99") if slo else None
     if given:
         result = _read(given).choose(objective)
@@ -121,17 +145,93 @@ def _search(
         fleet=members, setup=setup, control=without_limits(control), client=specs[0].client,
         slo=slo, requests=search.requests, candidates=search.candidates,
     )  # fmt: skip
-    with processes(search.jobs) as pool, WorkProgress() as progress:
-        task = progress.add_task("", total=None)
-
-        def watch(stage: str, done: int, total: int) -> None:
-            progress.update(task, description=stage, completed=done, total=total)
-
+    with processes(search.jobs) as pool, watching() as watch:
         result = find_frontier(sought, pool, watch)
     policy = ",".join([control.policy, *(f"{k}={v}" for k, v in control.params.items())])
     run = {"workload": workload, "fleet": fleet, "policy": policy, "seed": control.seed,
            "max_seqs": setup.max_seqs, "max_batched_tokens": setup.max_batched_tokens}  # fmt: skip
     return msgspec.structs.replace(result, run=run)
+
+
+def _tune(
+    search: SearchOptions, setup: Setup, control: ControlConfig,
+    classes: tuple[RequestClassConfig, ...], workload: str, fleet: str,
+) -> ClassTuning:  # fmt: skip
+    from pigou.capacity.class_tuning import ClassSearch, halves, tune_classes
+    from pigou.cli.plan import processes
+    from pigou.cli.simulate import check_link, without_limits
+    from pigou.sim.fleet_config import read_fleet
+    from pigou.workload.workload_spec import read_workload_spec
+
+    members = read_fleet(fleet)
+    check_link(members, setup.model)
+    specs = [read_workload_spec(workload, control.seed + i) for i in range(2 * search.seeds)]
+    workloads = [spec.workload for spec in specs]
+    if all(one == workloads[0] for one in workloads):
+        workloads = halves(workloads[0])
+        typer.echo("all seeds give the same requests: the first half chooses, the second reports")
+    sought = ClassSearch(
+        workloads=workloads, classes=classes, fleet=members, setup=setup,
+        control=without_limits(control), client=specs[0].client, requests=search.requests,
+        candidates=search.candidates,
+    )  # fmt: skip
+    with processes(search.jobs) as pool, watching() as watch:
+        return tune_classes(sought, pool, watch)
+
+
+@contextmanager
+def watching() -> Iterator[Watch]:
+    """Show the stages of a search."""
+    with WorkProgress() as progress:
+        task = progress.add_task("", total=None)
+
+        def watch(stage: str, done: int, total: int) -> None:
+            progress.update(task, description=stage, completed=done, total=total)
+
+        yield watch
+
+
+def _show_classes(tuning: ClassTuning, classes: tuple[RequestClassConfig, ...]) -> None:
+    """Print figures by class, and the options to start with."""
+    from pigou.capacity.class_tuning import tuned
+
+    console = wide_console()
+    table = Table("class", "settings", "TTFT", "ITL", "tok/s", "inside", "chunk", "streams", "lane")
+    for at, one in enumerate(classes):
+        rows: dict[str, EvaluatedSettings] = {
+            "as configured": tuning.configured, "chosen": tuning.chosen,
+            "configured, reported": tuning.reported[0], "chosen, reported": tuning.reported[1],
+            "best for it alone": tuning.best[at],
+        }  # fmt: skip
+        for name, entry in rows.items():
+            figures, settings = entry.figures[at], entry.settings
+            table.add_row(
+                one.name, name, f"{figures.ttft_s:.3g} s", f"{figures.itl_s * 1e3:.3g} ms",
+                f"{figures.output_tok_s:.0f}", f"{figures.attained or 0.0:.1%}",
+                str(settings.chunk), str(settings.concurrency[at] or "-"),
+                settings.long_lane or "-",
+            )  # fmt: skip
+        table.add_section()
+    console.print(table)
+    console.print(f"chosen: {tuning.reason}; reported: for requests that chose nothing. Use:")
+    typer.echo(f"  worker: {worker_options(tuning)}")
+    for one in tuned(classes, tuning.chosen.settings):
+        typer.echo(f"  --slo-class {class_text(one)}")
+
+
+def worker_options(tuning: ClassTuning) -> str:
+    """Return the chosen options of workers."""
+    chosen = tuning.chosen.settings
+    lane = f" --long-lane {chosen.long_lane}" if chosen.long_lane else ""
+    return f"--max-batched-tokens {chosen.chunk}{lane}"
+
+
+def class_text(config: RequestClassConfig) -> str:
+    """Return a class as `--slo-class` reads it."""
+    default = RequestClassConfig(name="")
+    values = {name: getattr(config, name) for name in config.__struct_fields__[1:]}
+    given = [f"{name}={v}" for name, v in values.items() if v != getattr(default, name)]
+    return ",".join([config.name, *given])
 
 
 def _read(file: str) -> Frontier:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from pigou.config import ConfigError, QueueOrder, check_bounds, option
+from pigou.config import LANE_HELP, ConfigError, QueueOrder, check_bounds, option
 from pigou.kv.tier_config import TierOption
 from pigou.models.parallelism import ParallelOptions
 
@@ -100,14 +100,7 @@ class Setup(ParallelOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         float,
         option("Output tokens that --order shortest counts an uncached one as.", "Fleet"),
     ] = 0.05
-    long_lane: Annotated[
-        str,
-        option(
-            "Lane for long prompts in each worker: min_prompt=TOKENS,tokens=PER_STEP"
-            "[,idle_tokens=N][,seqs=ROWS][,kv_share=SHARE].",
-            "Fleet",
-        ),
-    ] = ""
+    long_lane: Annotated[str, option(LANE_HELP, "Fleet")] = ""
     tiers: Annotated[
         tuple[TierConfig, ...],
         option(

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from pigou.config import (
+    LANE_HELP,
     NEVER,
     ConfigError,
     EngineConfig,
@@ -209,14 +210,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         float,
         option("Output tokens that --order shortest counts an uncached one as.", "Scheduling"),
     ] = 0.05
-    long_lane: Annotated[
-        str,
-        option(
-            "Lane for long prompts: min_prompt=TOKENS,tokens=PER_STEP[,idle_tokens=N][,seqs=ROWS]"
-            "[,kv_share=SHARE].",
-            "Scheduling",
-        ),
-    ] = ""
+    long_lane: Annotated[str, option(LANE_HELP, "Scheduling")] = ""
     repeat: Annotated[int, option("Maximum of steps planned at once.", "Scheduling")] = 8
     speculative_config: Annotated[
         str,
