@@ -196,7 +196,8 @@ def _show_classes(tuning: ClassTuning, classes: tuple[RequestClassConfig, ...]) 
     from pigou.capacity.class_tuning import tuned
 
     console = wide_console()
-    table = Table("class", "settings", "TTFT", "ITL", "tok/s", "inside", "chunk", "streams", "lane")
+    table = Table("class", "settings", "TTFT", "ITL", "tok/s", "inside", "chunk", "streams")
+    table.add_column("lane", overflow="fold")
     for at, one in enumerate(classes):
         rows: dict[str, EvaluatedSettings] = {
             "as configured": tuning.configured, "chosen": tuning.chosen,
