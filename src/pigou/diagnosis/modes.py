@@ -318,8 +318,8 @@ _MODES = (
         signal="As many arrive as are served (over {rho:.0%}), decode batches at the knee, tokens "
         "a second flat within {flat:.0%}, requests waiting, for {seconds:.0f} s.",
         limits={"rho": 0.95, "flat": 0.15, "knee": 0.9, "waiting": 0.1, "seconds": 60},
-        smallest_fix="Send what is over to a fallback (`overflow` of --model-pool); more replicas "
-        "(--planner price).",
+        smallest_fix="Send what is over to a fallback (`overflow` of --model-pool), or answer with "
+        "less (--degrade); more replicas (--planner price).",
         look=("`pigou_game_saturation_state` is 2.", "Tokens a second beside requests waiting."),
         follows=(6,),
         alert="max(pigou_game_saturation_state) == 2 and sum(pigou_requests_queued) > 0 and "
