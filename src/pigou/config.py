@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from pigou.request import KVQuota
+
 #: How an option is written, where the field holds something else than what is typed.
 #: `size`: bytes, as 512MiB. `seconds`: the field is in nanoseconds. `numbers`: NAME=NUMBER,
 #: repeatable. `named`: NAME[,key=value]... `weights`: NAME=weight[,NAME=weight]...
@@ -421,6 +423,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_loras: int = 0  # most LoRA adapters (`Request.model`) that compute at once; 0 for none
     num_speculative_tokens: int = 0  # most draft tokens that a sequence verifies in a step
     lane: LaneConfig | None = None  # lane for long prompts; None for one queue
+    # by tenant, `*` for each other one; empty for no quotas (`pigou.kv.quotas`).
+    kv_quotas: dict[str, KVQuota] = {}
 
     def __post_init__(self) -> None:
         check_fields(
@@ -448,6 +452,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 )
             check_bounds("long_lane: seqs", self.lane.seqs, lt=max(2, self.max_seqs))
             check_bounds("long_lane: tokens", self.lane.tokens, le=self.max_batched_tokens)
+        if self.kv_quotas and self.eviction is not None:
+            raise ConfigError(
+                "kv_quotas and eviction are given; entries are given up by return, whoever's they "
+                "are: leave one out, or give eviction floors"
+            )
         if self.max_background_tokens and self.order != "priority":
             raise ConfigError(
                 f"max_background_tokens is {self.max_background_tokens}, and order {self.order}; "

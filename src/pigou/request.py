@@ -230,16 +230,30 @@ class Worker:
         return f"{self.layout}@{self.version}" if self.layout and self.version else self.layout
 
 
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class KVQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A tenant's shares of a worker's KV blocks, and of the bytes of each of its tiers."""
+
+    floor: _Share = 0.0  # of what it holds, so much is not evicted for others
+    ceiling: _Share = 1.0  # above, it goes first, and its requests wait for those of others
+
+
 class EngineLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of a worker's engine; None for those that it was started with."""
 
     max_seqs: Annotated[int, msgspec.Meta(ge=1)] | None = None  # running requests
     max_batched_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None  # tokens per step
+    # KV quotas by tenant, as workers know them; None to leave them.
+    kv_quotas: dict[str, KVQuota] | None = None
 
     def over(self, other: EngineLimits) -> EngineLimits:
         """Return these limits, and another's where these are None."""
         return EngineLimits(
-            self.max_seqs or other.max_seqs, self.max_batched_tokens or other.max_batched_tokens
+            self.max_seqs or other.max_seqs,
+            self.max_batched_tokens or other.max_batched_tokens,
+            other.kv_quotas if self.kv_quotas is None else self.kv_quotas,
         )
 
 

@@ -31,7 +31,8 @@ def admit(state: EngineState, seq: Sequence, builder: ScheduleBuilder) -> bool:
     Leaves `headroom` blocks per row, to avoid preemptions; may evict entries of other rows. Returns
     False, with no other change, if too few blocks can be had.
     """
-    spare = state.pool.free - state.config.headroom * state.rows.used
+    own = state.account(seq.request.tenant)
+    spare = state.available(own) - state.config.headroom * state.rows.used
     if state.lane is not None:
         spare -= state.lane.reserve(seq, state.config.block_size, state.rows.blocks, state.queue)
     fit = _fit(state, seq, spare)
@@ -43,6 +44,7 @@ def admit(state: EngineState, seq: Sequence, builder: ScheduleBuilder) -> bool:
     state.queue.pop(seq)
     shared = len(fit.shared)
     row = state.rows.take_slot(seq, fit.computed, fit.total, shared)
+    state.rows.account[row] = own
     state.note_row(seq)
     table = state.rows.tables[row]
     if shared:
@@ -53,7 +55,7 @@ def admit(state: EngineState, seq: Sequence, builder: ScheduleBuilder) -> bool:
         table[shared : fit.total] = new
         state.note_removed(state.pool.claim(new))
     else:
-        state.note_removed(state.pool.allocate(table[shared : fit.total]))
+        state.note_removed(state.pool.allocate(table[shared : fit.total], own))
     if fit.source >= 0:
         builder.copies.append(np.array([[fit.source, table[shared]]], dtype=np.int32))
     if len(seq.host_blocks):
@@ -75,9 +77,13 @@ def admit(state: EngineState, seq: Sequence, builder: ScheduleBuilder) -> bool:
 
 def fits_with_growth(state: EngineState, seq: Sequence) -> bool:
     """True if a waiting sequence fits and will compute even if each row grows by a block."""
-    if seq.remote_tokens or not state.rows.free:
-        return False
-    spare = state.pool.free - (state.config.headroom + 1) * state.rows.used
+    return not seq.remote_tokens and bool(state.rows.free) and fits(state, seq, growth=1)
+
+
+def fits(state: EngineState, seq: Sequence, growth: int = 0) -> bool:
+    """True if a waiting sequence fits beside rows that grow by so many blocks."""
+    available = state.available(state.account(seq.request.tenant))
+    spare = available - (state.config.headroom + growth) * state.rows.used
     return _fit(state, seq, spare) is not None
 
 

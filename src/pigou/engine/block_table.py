@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from pigou.compiled import bare_kernel
+from pigou.compiled import bare_kernel, bare_kernel_over
 from pigou.config import EngineConfig
 from pigou.engine.sequence import Sequence
+from pigou.kv.block_pool import charge
 from pigou.request import Ints
 
 #: Columns of a row, by index in `Rows.columns`. They are one array because passing an array to a
 #: kernel takes as long as a short kernel runs.
-COMPUTED, LENGTH, LIMIT, DROPPED, BLOCKS, KNOWN, CACHED, COMPACTED, PRIORITY = range(9)
-COLUMNS = 9
+COMPUTED, LENGTH, LIMIT, DROPPED, BLOCKS, KNOWN, CACHED, COMPACTED, PRIORITY, ACCOUNT = range(10)
+COLUMNS = 10
 
 
 #: Rows of a plan's array: rows, first positions, tokens to compute, entries in the cache.
@@ -55,6 +56,8 @@ class Rows:
         self.cached: Ints = self.columns[CACHED]  # full blocks offered to the cache
         self.compacted: Ints = self.columns[COMPACTED]
         self.priority: Ints = self.columns[PRIORITY]
+        self.account: Ints = self.columns[ACCOUNT]  # of the row's tenant in the block pool
+        self.account[:] = config.blocks
         self.owner: list[Sequence | None] = [None] * count
         self._free = list(range(count - 1, -1, -1))
         self.used = 0
@@ -100,6 +103,13 @@ class Rows:
         self._free.append(row)
         self.used -= 1
         seq.row = -1
+
+
+@bare_kernel_over("engine", "kv")
+def charge_rows(meta: Ints, accounts: Ints, rows: Ints, blocks: Ints) -> None:
+    """Give blocks just claimed to the accounts of their rows."""
+    for i in range(rows.shape[0]):
+        charge(meta, blocks[i], accounts[rows[i]])
 
 
 @bare_kernel

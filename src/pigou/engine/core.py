@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 import msgspec
@@ -29,7 +30,7 @@ from pigou.engine.speculation import DraftPricer, add_drafts
 from pigou.engine.state import EngineState, PinnedBlocks
 from pigou.engine.token_eviction import check_scores
 from pigou.kv.tiers import Tiers
-from pigou.request import NEVER, AllBlocksCleared, FinishReason, Ints, Request, no_hashes
+from pigou.request import NEVER, AllBlocksCleared, FinishReason, Ints, KVQuota, Request, no_hashes
 
 
 class EngineCore:
@@ -80,6 +81,10 @@ class EngineCore:
         """Limit running sequences and batched tokens from the next plan on, up to `config`."""
         self._state.set_limits(max_seqs, max_batched_tokens)
         return self._state.flush(Effects())
+
+    def set_quotas(self, quotas: Mapping[str, KVQuota]) -> None:
+        """Replace the quotas of KV blocks by tenant; raises ConfigError."""
+        self._state.set_quotas(quotas)
 
     def would_wait(self, request: Request) -> bool:
         """True if `add` would accept a request and queue it behind another of its lane."""
@@ -311,6 +316,12 @@ class EngineCore:
     def cached_blocks(self) -> int:
         """Blocks in the prefix cache, in use or free."""
         return self._state.pool.cached
+
+    @property
+    def tenant_blocks(self) -> dict[str, int]:
+        """Blocks by tenant, in use or cached; empty without quotas."""
+        quotas = self._state.quotas
+        return {} if quotas is None else quotas.accounts.held()
 
     @property
     def usage(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -201,26 +202,32 @@ class KVOffloadConnector:
     def session_left(self, seq: Sequence, cached: int) -> None:
         """Record the end of a session's turn."""
         if cached and self.tiers.recall:
-            self.returns.on_turn_end(seq.hashes[:cached], seq.request.expiry, self.now)
+            request = seq.request
+            self.returns.on_turn_end(seq.hashes[:cached], request.expiry, self.now, request.tenant)
 
-    def prefetch_returning(self, spare: int, now: int) -> list[BlockHashes]:
-        """Prefetch due sessions from tiers; return the hashes evicted for it."""
+    def prefetch_returning(
+        self, spare: int, now: int, account: Callable[[str], int]
+    ) -> list[BlockHashes]:
+        """Prefetch due sessions from tiers to their tenants' accounts; return evicted hashes."""
         room = spare // 2
         removed = []
         for pause in self.returns.due(now):
             shared = self._prefix.match(pause.hashes, len(pause.hashes)).blocks
             tiers = self.tiers.restorable(pause.hashes, len(shared), now)
             taken = len(tiers) + int((self._pool.refs(shared) == 0).sum())
-            if len(tiers) and taken <= room:
+            own = account(pause.tenant)
+            if len(tiers) and taken <= min(room, self._pool.available(own)):
                 room -= taken
-                removed.append(self._prefetch(pause, shared, tiers, now))
+                removed.append(self._prefetch(pause, shared, tiers, now, own))
         return removed
 
-    def _prefetch(self, pause: SessionPause, shared: Ints, tiers: Ints, now: int) -> BlockHashes:
+    def _prefetch(
+        self, pause: SessionPause, shared: Ints, tiers: Ints, now: int, account: int
+    ) -> BlockHashes:
         first, last = len(shared), len(shared) + len(tiers)
         table = np.empty(last, dtype=np.int32)
         self._pool.take(shared, table[:first])
-        removed = self._pool.allocate(table[first:])
+        removed = self._pool.allocate(table[first:], account)
         request, hashes = f"{RETURN}{self._number}", pause.hashes[first:last]
         self._number += 1
         self.prefetches[request] = Prefetch(table, pause.hashes[:last], first)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel, bare_kernel_over, inlined
 from pigou.engine.block_table import (
+    ACCOUNT,
     BLOCKS,
     CACHED,
     COMPUTED,
@@ -29,13 +30,14 @@ from pigou.engine.block_table import (
     STEPS_DONE,
     TOKENS,
     append_wanted,
+    charge_rows,
 )
 from pigou.engine.plan import Effects, Finished, Plan, Result
 from pigou.engine.schedule_builder import NO_LOOKAHEAD, Lookahead
 from pigou.engine.sequence import NO_BLOCKS, Sequence, SequenceState
 from pigou.engine.state import EngineState
 from pigou.engine.token_eviction import take_scores
-from pigou.kv.block_pool import FREE, REFS, cache_full_blocks, claim, link_after
+from pigou.kv.block_pool import FREE, REFS, cache_full_blocks, claim, discharge, link_after
 from pigou.request import BlockHashes, Counts, FinishReason, Ints
 
 
@@ -89,6 +91,7 @@ def _process_steps(
     while stop < wanted and work[NEED_STEP, stop] < done:
         stop += 1
     gone = claim(meta, keys, pool_counts, work[NEED_BLOCK, :stop], full)  # `full` is 0
+    charge_rows(meta, columns[ACCOUNT], work[NEED_ROW, :stop], work[NEED_BLOCK, :stop])
     others = append_wanted(
         tables, columns[BLOCKS], work[NEED_ROW, :stop], work[NEED_STEP, :stop],
         work[NEED_BLOCK, :stop], work[STEPS_DONE], work[ORPHAN],
@@ -101,6 +104,7 @@ def return_blocks(meta: Ints, counts: Counts, blocks: Ints, count: int) -> None:
     """Free blocks just taken, last first, for allocation next."""
     for i in range(count - 1, -1, -1):
         meta[blocks[i], REFS] = 0
+        discharge(meta, blocks[i], 0)
         link_after(meta, meta.shape[0] - 1, blocks[i])
     counts[FREE] += count
 
@@ -135,6 +139,7 @@ def _cache_row(
         if upto > claimed:
             fresh = work[NEED_BLOCK, claimed:upto]
             gone = claim(meta, keys, counts, fresh, gone)
+            charge_rows(meta, columns[ACCOUNT], work[NEED_ROW, claimed:upto], fresh)
             others = append_wanted(
                 tables, columns[BLOCKS], work[NEED_ROW, claimed:upto],
                 work[NEED_STEP, claimed:upto], fresh, work[STEPS_DONE], orphans,
@@ -300,6 +305,7 @@ class OutputProcessor:
         stop = int(ahead.steps.searchsorted(step, side="right"))
         blocks = ahead.blocks[start:stop]
         state.note_removed(state.pool.claim(blocks))
+        charge_rows(state.pool.meta, rows.account, ahead.rows[start:stop], blocks)
         orphans = append_wanted(
             rows.tables, rows.blocks, ahead.rows[start:stop], ahead.steps[start:stop],
             blocks, state.work[STEPS_DONE], state.work[ORPHAN],

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from pigou.engine.admission import fits
 from pigou.engine.plan import Rates
+from pigou.engine.quotas import TenantQuotas
 from pigou.engine.schedule_builder import ScheduleBuilder, pairs
 from pigou.engine.sequence import Sequence, order_key
 from pigou.engine.state import EngineState
@@ -51,8 +53,26 @@ def preempt_last(state: EngineState, builder: ScheduleBuilder) -> None:
     running = [seq for seq in owners if seq is not None]
     if state.lane is not None:
         running = state.lane.victims(running, state.rows.blocks)
+    if state.quotas is not None:
+        running = state.quotas.victims(running)
     last = max(running, key=lambda seq: seq.key)
     _preempt(state, builder, last)
+
+
+def reclaim(state: EngineState, builder: ScheduleBuilder, quotas: TenantQuotas) -> None:
+    """Preempt for a waiting sequence within its tenant's floor that did not fit."""
+    seq = quotas.entitled(state.queue)
+    if seq is None:
+        return
+    seq.was_owed = True
+    while not fits(state, seq):
+        owners = [state.rows.owner[row] for row in state.running.tolist()]
+        above = quotas.above_floors([owner for owner in owners if owner is not None])
+        above = [s for s in above if s.request.tenant != seq.request.tenant]
+        if not above:
+            return
+        _preempt(state, builder, max(quotas.victims(above), key=lambda s: s.key))
+        quotas.owed = seq
 
 
 def _preempt(state: EngineState, builder: ScheduleBuilder, seq: Sequence) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pigou.compiled import bare_kernel, bare_kernel_over, inlined
 from pigou.engine.admission import admit, fits_with_growth
 from pigou.engine.block_table import (
+    ACCOUNT,
     BLOCKS,
     BY_PHASE,
     COMPUTED,
@@ -37,7 +38,7 @@ from pigou.engine.block_table import (
 )
 from pigou.engine.chunked_prefill import continue_prefills, prefill_room, still_prefilling
 from pigou.engine.plan import Plan
-from pigou.engine.preemption import preempt_last
+from pigou.engine.preemption import preempt_last, reclaim
 from pigou.engine.schedule_builder import EntryBuffer, Lookahead, ScheduleBuilder
 from pigou.engine.sequence import Sequence
 from pigou.engine.state import EngineState
@@ -47,7 +48,7 @@ from pigou.engine.token_eviction import (
     recompute_by_price,
     write_evictions,
 )
-from pigou.kv.block_pool import FREE, allocate, peek
+from pigou.kv.block_pool import FREE, OWNER, allocate, kept, peek
 from pigou.request import BlockHashes, Counts, Ints
 
 #: Result of `_start_decodes` if too few blocks are free.
@@ -127,6 +128,15 @@ def look_ahead(
     return steps, count
 
 
+@inlined
+def is_alone(columns: Ints) -> bool:
+    """True if one row alone is in use: it may take what floors keep, or it would never end."""
+    rows = 0
+    for row in range(columns.shape[1]):
+        rows += columns[LENGTH, row] > 0
+    return rows == 1
+
+
 @bare_kernel_over("engine", "kv")
 def _start_decodes(
     order: Ints, columns: Ints, tables: Ints, block_size: int, budget: int, meta: Ints,
@@ -136,13 +146,28 @@ def _start_decodes(
     count, grow = find_decodes(
         order, columns, block_size, budget, work[ENTRY_ROW], work[GROWING_ROW]
     )
-    if grow > pool_counts[FREE]:
+    queue, given = meta.shape[0] - 1, grow
+    has_accounts = meta[queue, OWNER] != queue
+    if grow > pool_counts[FREE] and not has_accounts:
         return TOO_FEW, grow
     if grow == 0:
         return count, 0
-    gone: int = allocate(meta, keys, pool_counts, work[GROWING_BLOCK, :grow])
-    append_blocks(tables, columns[BLOCKS], work[GROWING_ROW, :grow], work[GROWING_BLOCK])
-    return count, gone
+    gone: int = np.int64(0)  # type: ignore[assignment]  # a literal is another type
+    if not has_accounts:
+        gone = allocate(meta, keys, pool_counts, work[GROWING_BLOCK, :grow], queue, gone)
+    else:
+        given = 0
+        while given < grow:
+            own = columns[ACCOUNT, work[GROWING_ROW, given]]
+            if pool_counts[FREE] <= kept(meta, own) and (
+                pool_counts[FREE] == 0 or not is_alone(columns)
+            ):
+                break
+            out = work[GROWING_BLOCK, given : given + 1]
+            gone = allocate(meta, keys, pool_counts, out, own, gone)
+            given += 1
+    append_blocks(tables, columns[BLOCKS], work[GROWING_ROW, :given], work[GROWING_BLOCK])
+    return count if given == grow else TOO_FEW, gone
 
 
 @inlined
@@ -187,10 +212,11 @@ def _finish_plan(
         same = decodes
         left = length[rows[last]] - computed[rows[last]]
         max_steps = min(max_steps, (left - 1) // counts[last])
-    free = min(pool_counts[FREE], spare)
+    free = min(pool_counts[FREE] - kept(meta, meta.shape[0] - 1), spare)
     repeat, count = look_ahead(rows[:same], columns, block_size, max_steps, free, work)
     if count:
-        peek(meta, count, work[NEED_BLOCK])
+        if peek(meta, count, work[NEED_BLOCK]) < count:
+            return 1, 0
         lay_out(tables, columns[BLOCKS], rows[:same], count, work)
     return repeat, count
 
@@ -246,6 +272,8 @@ class Scheduler:
             evict_by_price(state, builder)
         priority = self._prefill_priority() if state.ranked else None
         builder.steady = priority is None
+        if state.quotas is not None and state.quotas.blocked:
+            reclaim(state, builder, state.quotas)
         self._continue_decodes(builder, self._runnable_below(priority))
         continue_prefills(state, builder, lambda before: self._admit_waiting(builder, before))
         if not builder.preempted:
@@ -278,6 +306,7 @@ class Scheduler:
             pool.meta, pool.hashes, pool.counts, state.work, entries, samples,
         )  # fmt: skip
         if count == TOO_FEW:
+            self._note_given(gone)
             return None
         if gone:
             state.note_removed(pool.take_removed(gone))
@@ -298,8 +327,9 @@ class Scheduler:
             return None
         last = int(rows.priority[state.running].max())
         priorities = [seq.request.priority for seq in still_prefilling(state)]
-        head = state.queue.head()
-        if head is not None and head is not state.blocked:
+        quotas = state.quotas
+        head = state.queue.head() if quotas is None else quotas.next(state.queue)
+        if head is not None and (head is not state.blocked or quotas is not None):
             first = min(priorities, default=last)
             if head.request.priority < first and fits_with_growth(state, head):
                 priorities.append(head.request.priority)
@@ -326,6 +356,7 @@ class Scheduler:
             )  # fmt: skip
             if count != TOO_FEW:
                 break
+            self._note_given(gone)
             if state.scores is None or not evict_for_decodes(state, builder, gone):
                 preempt_last(state, builder)
         if gone:
@@ -334,13 +365,18 @@ class Scheduler:
         builder.decodes = count
         builder.budget -= count
 
+    def _note_given(self, gone: int) -> None:
+        """Note what was evicted for the first rows, where quotas left none for the others."""
+        if self._state.quotas is not None and gone:
+            self._state.note_removed(self._state.pool.take_removed(gone))
+
     def _admit_waiting(self, builder: ScheduleBuilder, before: int | None = None) -> None:
         """Admit from the head of the queue (priority below `before`) while there is room."""
         state = self._state
-        lane, full = state.lane, -1
+        lane, full, quotas = state.lane, -1, state.quotas
         while builder.budget > 0:
-            head = state.queue.head(full)
-            if head is None or head is state.blocked or not state.rows.free:
+            head = state.queue.head(full) if quotas is None else quotas.next(state.queue, full)
+            if head is None or not state.rows.free or (head is state.blocked and quotas is None):
                 break
             if before is not None and head.request.priority >= before:
                 break
@@ -351,6 +387,10 @@ class Scheduler:
                 state.queue.park(head)
                 continue
             if self._lane_admits(builder, head) and admit(state, head, builder):
+                continue
+            if quotas is not None:  # another tenant may have blocks of its own
+                quotas.block(state.queue, head)
+                state.blocked = head
                 continue
             if lane is None:
                 state.blocked = head

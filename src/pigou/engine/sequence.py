@@ -32,7 +32,7 @@ class Sequence:
     __slots__ = (
         "cached_tokens", "computed", "copy_source", "dropped", "duplicates", "hashes",
         "host_blocks", "key", "length", "load", "preemptions", "remote_tokens", "request", "row",
-        "state",
+        "state", "was_owed",
     )  # fmt: skip
 
     def __init__(self, request: Request, key: tuple[int, int, int], hashes: BlockHashes) -> None:
@@ -50,6 +50,7 @@ class Sequence:
         self.preemptions = 0
         self.duplicates = False  # True if a hash of its row is cached under another block
         self.load = (0, 0)  # first block and number of blocks of the load under way
+        self.was_owed = False  # True once others were preempted for it
         self.copy_source = -1  # block that the current plan copies to its last one
 
     def requeue(self) -> None:
@@ -107,8 +108,9 @@ class WaitingQueue:
 
     def __init__(self, long_from: int = NEVER) -> None:
         self._long_from = long_from
-        lanes = 1 if long_from == NEVER else 2
-        self._heaps: list[list[tuple[tuple[int, int, int], Sequence]]] = [[] for _ in range(lanes)]
+        self._by_tenant = False
+        #: By lane and, with quotas, tenant.
+        self._heaps: dict[tuple[bool, str], list[tuple[tuple[int, int, int], Sequence]]] = {}
         self._present: set[Sequence] = set()
         self._parked: dict[str, list[Sequence]] = {}  # by adapter that is not loaded
         self.adapters: Counter[str] = Counter()  # sequences by adapter
@@ -138,12 +140,29 @@ class WaitingQueue:
     def head(self, skip: int = -1) -> Sequence | None:
         """Return the next sequence, not of lane `skip`, or None."""
         first: Sequence | None = None
-        for lane, heap in enumerate(self._heaps):
+        for (lane, _), heap in self._heaps.items():
             while heap and heap[0][1] not in self._present:
                 heappop(heap)
             if heap and lane != skip and (first is None or heap[0][0] < first.key):
                 first = heap[0][1]
         return first
+
+    def heads(self) -> list[Sequence]:
+        """Return the next sequence of each lane and tenant."""
+        self.head()
+        self._heaps = {place: heap for place, heap in self._heaps.items() if heap}
+        return [heap[0][1] for heap in self._heaps.values()]
+
+    def split(self) -> None:
+        """Keep the sequences of each tenant apart."""
+        waiting = [entry for heap in self._heaps.values() for entry in heap]
+        self._by_tenant, self._heaps = True, {}
+        for entry in waiting:
+            heappush(self._heap(entry[1]), entry)
+
+    def is_long(self, seq: Sequence) -> bool:
+        """True for a sequence of lane 1."""
+        return seq.request.prompt >= self._long_from
 
     def pop(self, seq: Sequence) -> None:
         """Remove a lane's next sequence."""
@@ -160,4 +179,8 @@ class WaitingQueue:
         return iter(self._present)
 
     def _heap(self, seq: Sequence) -> list[tuple[tuple[int, int, int], Sequence]]:
-        return self._heaps[seq.request.prompt >= self._long_from]
+        place = self.is_long(seq), seq.request.tenant if self._by_tenant else ""
+        heap = self._heaps.get(place)
+        if heap is None:
+            heap = self._heaps[place] = []
+        return heap

@@ -172,7 +172,7 @@ def add_drafts(state: EngineState, pricer: DraftPricer, plan: Plan, offers: Ints
     """Let rows of a plan that only decodes verify drafts, as far as blocks go; True if any do."""
     for started in plan.started:
         pricer.begin(started.row)
-    if not len(plan.rows) or plan.preempted or plan.counts.item(-1) > 1 or not plan.samples.all():
+    if not len(plan.rows) or plan.preempted or plan.counts.max() > 1 or not plan.samples.all():
         return False
     rows, table = plan.rows, state.rows
     drafts: Ints = np.zeros(len(rows), dtype=np.int32)
@@ -202,8 +202,9 @@ def _allocate(state: EngineState, rows: Ints, drafts: Ints) -> None:
     room = table.blocks[rows] * size - table.computed[rows] - 1
     for i in np.flatnonzero(drafts > room).tolist():
         row, start = rows.item(i), table.blocks.item(rows.item(i))
-        new = min(-(-(drafts.item(i) - room.item(i)) // size), free)
+        own = table.account.item(row)
+        new = min(-(-(drafts.item(i) - room.item(i)) // size), free, state.pool.available(own))
         drafts[i] = min(drafts.item(i), room.item(i) + new * size)
-        state.note_removed(state.pool.allocate(table.tables[row, start : start + new]))
+        state.note_removed(state.pool.allocate(table.tables[row, start : start + new], own))
         table.blocks[row] += new
         free -= new

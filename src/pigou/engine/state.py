@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from pigou.config import EngineConfig, EvictionConfig, check_bounds
+from pigou.config import ConfigError, EngineConfig, EvictionConfig, check_bounds
 from pigou.control.lengths import Online
 from pigou.engine.adapters import AdapterSlots
 from pigou.engine.block_table import WORK_ROWS, Rows, remove_row
 from pigou.engine.kv_offload import KVOffloadConnector
 from pigou.engine.lanes import LongLane
 from pigou.engine.plan import Effects, Finished, Rates, Started
+from pigou.engine.quotas import TenantQuotas
 from pigou.engine.sequence import NO_BLOCKS, Sequence, SequenceState, WaitingQueue
 from pigou.kv.block_pool import BlockPool, HostPool
 from pigou.kv.memory_price import Floats, MemoryPrice
 from pigou.kv.prefix_cache import PrefixCache
+from pigou.kv.quotas import Accounts, check_quotas
 from pigou.kv.tiers import Tiers
 from pigou.request import (
     SECOND,
@@ -27,6 +30,7 @@ from pigou.request import (
     FinishReason,
     Ints,
     KVEvent,
+    KVQuota,
     no_hashes,
 )
 
@@ -127,6 +131,8 @@ class EngineState:
             self.adapters = AdapterSlots(config.max_loras, patience, lambda name: waiting[name] > 0)
         #: Predicts output lengths; None where the order does not go by them.
         self.lengths = Online() if config.order == "shortest" else None
+        #: Quotas of tenants; None for none.
+        self.quotas: TenantQuotas | None = None
         self.rates: Rates | None = None
         #: The time of the last plan, in nanoseconds since 1970.
         self.unix_ns = 0
@@ -155,6 +161,8 @@ class EngineState:
         self.computing = 0
         self._events: list[KVEvent] = []
         self._freed = 0
+        if config.kv_quotas:
+            self.set_quotas(config.kv_quotas)
 
     def set_limits(self, max_seqs: int, max_batched_tokens: int) -> None:
         """Set limits up to the initial ones; raises ValueError below 1."""
@@ -163,6 +171,32 @@ class EngineState:
         self.rows.max_used = min(max_seqs, self.rows.count)
         tokens = min(max_batched_tokens, self._max_step_tokens)
         self.config = msgspec.structs.replace(self.config, max_batched_tokens=tokens)
+
+    def set_quotas(self, quotas: Mapping[str, KVQuota]) -> None:
+        """Replace the tenants' quotas; raises ConfigError."""
+        check_quotas(quotas)
+        if quotas and self.scores is not None:
+            raise ConfigError("kv_quotas are given, and token eviction is on; it knows no quotas")
+        if self.quotas is None and quotas:
+            self.quotas = TenantQuotas(self.prefix, Accounts(self.pool), self.config.block_size)
+            self.queue.split()
+            self.rows.account[:] = self.pool.nobody - 1
+        if self.quotas is not None:
+            self.quotas.set(quotas)
+
+    def account(self, tenant: str) -> int:
+        """Return a tenant's account in the pool."""
+        return self.pool.nobody if self.quotas is None else self.quotas.accounts.row(tenant)
+
+    def available(self, account: int) -> int:
+        """Return the blocks for an account; without running sequences, others' floors too."""
+        return self.pool.available(account) if self.rows.used else self.pool.free
+
+    def unblock(self) -> None:
+        """Let waiting sequences that did not fit be tried again."""
+        self.blocked = None
+        if self.quotas is not None:
+            self.quotas.blocked.clear()
 
     # --- rows -------------------------------------------------------------------------------
 
@@ -200,7 +234,7 @@ class EngineState:
         if self.lane is not None:
             self.lane.leave(seq)
         self.rows.free_slot(seq)
-        self.blocked = None
+        self.unblock()
         if self.adapters is not None:
             self.adapters.leave(seq.request.model)
 
@@ -235,7 +269,7 @@ class EngineState:
             return
         spare = self.pool.free - (self.config.headroom + 1) * self.rows.used
         spare = 0 if len(self.queue) else max(0, spare)
-        for hashes in self.offload.prefetch_returning(spare, self.unix_ns):
+        for hashes in self.offload.prefetch_returning(spare, self.unix_ns, self.account):
             self.note_removed(hashes)
 
     def free_row(self, seq: Sequence, keep: int = 0) -> None:
@@ -282,8 +316,8 @@ class EngineState:
         """Free the host blocks of a waiting sequence."""
         self.host.release(seq.host_blocks)
         seq.host_blocks = NO_BLOCKS
-        if self.blocked is seq:
-            self.blocked = None
+        if self.blocked is seq or self.quotas is not None:
+            self.unblock()
 
     def _release_row(self, seq: Sequence, keep: int) -> None:
         rows, row = self.rows, seq.row
@@ -319,7 +353,7 @@ class EngineState:
         """Record freed blocks, and unblock the head of the queue."""
         if freed:
             self._freed += freed
-            self.blocked = None
+            self.unblock()
 
     def finished(self, seq: Sequence, reason: FinishReason, held: Ints = NO_BLOCKS) -> Finished:
         """Return the record of a sequence that left its row."""

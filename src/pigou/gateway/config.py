@@ -172,6 +172,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             name="key_budget",
         ),
     ] = ()
+    kv_quotas: Annotated[
+        tuple[str, ...],
+        option(
+            "Shares of each worker's KV blocks, TENANT=FLOOR:CEILING from 0 to 1; tenant * is "
+            "each other one. Repeatable.",
+            "Gateway",
+            name="kv_quota",
+        ),
+    ] = ()
     # judge the fields of request bodies here; off in front of stock workers, which know fields that
     # Pigou does not.
     strict: bool = True

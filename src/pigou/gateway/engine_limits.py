@@ -11,7 +11,7 @@ import msgspec
 from pigou.background import Background
 from pigou.gateway.failure import WorkerFailed
 from pigou.gateway.proxy.upstream import Upstream
-from pigou.request import EngineLimits
+from pigou.request import EngineLimits, KVQuota
 from pigou.wire.bodies import REPLIES
 from pigou.wire.errors import DECODING_ERRORS, APIError
 
@@ -35,6 +35,7 @@ class EngineLimiter:
         self.refused: dict[str, str] = {}  # why a worker has other limits than wanted
         self._background, self._resize = background, resize
         self._fleet = EngineLimits()
+        self.kv_quotas: dict[str, KVQuota] | None = None  # by the tenants' marks; None for none
         self._planned: dict[str, EngineLimits] = {}
         self._upstreams: dict[str, tuple[Upstream, int]] = {}  # with max_seqs at its start
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -74,12 +75,14 @@ class EngineLimiter:
         if id not in self.in_force and id not in self.refused:
             return None
         limits = msgspec.structs.asdict(self.in_force.get(id, EngineLimits()))
+        del limits["kv_quotas"]  # of all tenants
         return {**limits, "refused": self.refused.get(id)}
 
     def _wanted(self, id: str) -> EngineLimits:
         decodes = self._upstreams[id][0].worker.role.decodes
         fleet = self._fleet.over(self.classes) if decodes else EngineLimits()
-        return self._planned.get(id, EngineLimits()).over(fleet)
+        planned = self._planned.get(id, EngineLimits()).over(fleet)
+        return planned.over(EngineLimits(kv_quotas=self.kv_quotas))
 
     def follow(self, id: str) -> None:
         """Let a worker have what is wanted of its present role."""
@@ -120,8 +123,10 @@ async def _ask(upstream: Upstream, wanted: EngineLimits) -> EngineLimits:
     """Return the limits that a worker has set; raises `APIError` where it sets none."""
     if upstream.engine.stock:
         raise APIError(404, "its engine keeps the limits that it was started with")
+    if wanted.kv_quotas and not upstream.knows_secret:
+        raise APIError(409, "it has no fleet secret, by which it would believe tenants' marks")
     async with asyncio.timeout(_TIMEOUT_S):
         with REPLIES.reserve() as held:
-            body = msgspec.structs.asdict(wanted)
+            body = msgspec.to_builtins(wanted)
             reply = await upstream.whole(PATH, body, "limits", held=held, max_bytes=_MAX_BYTES)
     return msgspec.json.decode(reply, type=EngineLimits)

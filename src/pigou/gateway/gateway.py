@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pigou.gateway.auth.budgets import BudgetLedger, read_budgets
-from pigou.gateway.auth.keys import KeyLoads, Keys, current_key
+from pigou.gateway.auth.keys import KeyLoads, Keys, current_key, kv_quotas
 from pigou.gateway.caches.layers import Caches
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.fleet_status import FleetChanges, RegistryStatus
@@ -55,6 +55,9 @@ class Gateway:
             default, self.keys or (), bool(config.prices), time.monotonic_ns
         )
         self.metrics.scrape(self.budgets.families)
+        quotas = kv_quotas(config.kv_quotas, self.keys or ())
+        for model in self.routing:
+            model.plane_driver.limits.kv_quotas = quotas or None
 
     @property
     def plane_driver(self) -> PlaneDriver:

@@ -1,9 +1,14 @@
 """Pool of device blocks and prefix cache index, and the pool of host blocks for swapped sequences.
 
-Arrays of a pool of n blocks: `meta`, int32 (n + 1, 8), columns below, row n the free queue's
-sentinel; `keys`, uint64 (2 n, 2), hashes of cached blocks, else (0, 0), then the hashes removed by
-a kernel; `slots`, int32, an open addressing hash table with linear probing from hash to block, at
-most half full; `counts`, int64.
+Arrays of a pool of n blocks: `meta`, int32, columns below: n rows of blocks, those of tenants'
+accounts, and the sentinel of the free queue; `keys`, uint64 (2 n, 2), hashes of cached blocks, else
+(0, 0), then the hashes removed by a kernel; `slots`, int32, an open addressing hash table with
+linear probing from hash to block, at most half full; `counts`, int64.
+
+With quotas (`set_accounts`) a block belongs to the account of who first wrote it, and idle cached
+blocks queue at their account. Blocks without a hash are handed out first, then those of the account
+that is most above its ceiling, then the least recently used of accounts above their floors, then
+the requester's own. A block that another account's idle block extends is handed over to it.
 """
 
 from __future__ import annotations
@@ -16,8 +21,15 @@ from pigou.request import BlockHashes, Counts, Ints
 
 #: Columns of `meta`: reference count; neighbours in the free queue; parent, first child and
 #: siblings in the forest of cached blocks.
-REFS, PREV, NEXT, PARENT, CHILD, ELDER, YOUNGER = range(7)
+#: Then the row of its account, or of the free queue's sentinel; and, with quotas, when a block
+#: became idle.
+REFS, PREV, NEXT, PARENT, CHILD, ELDER, YOUNGER, OWNER, STAMP = range(9)
 META_COLUMNS = 8
+#: Columns of an account's row: blocks held; sentinel of its queue (`PREV`, `NEXT`); idle blocks;
+#: floor and ceiling in blocks; and those of `peek`: next block, and blocks left. The sentinel of
+#: the free queue has the first account's row as `OWNER`, and the clock of stamps as `STAMP`.
+HELD, IDLE, FLOOR, CEILING, CURSOR, LEFT = REFS, PARENT, CHILD, ELDER, 9, 10
+ACCOUNT_COLUMNS = 12
 #: Columns of a hash: its upper and lower 64 bits.
 HIGH, LOW = range(2)
 #: Entries of `counts`: free blocks, cached blocks, filled slots, and the last `prefetch` result
@@ -25,6 +37,8 @@ HIGH, LOW = range(2)
 FREE, CACHED, FILLED, PREFETCHED = range(4)
 
 
+#: Age of blocks that go before all others of their account.
+_OLD = 1 << 30
 _MIX_1 = np.uint64(0x9E3779B97F4A7C15)
 _MIX_2 = np.uint64(0xBF58476D1CE4E5B9)
 _SHIFT = np.uint64(31)
@@ -117,15 +131,6 @@ def link_after(meta: Ints, before: int, block: int) -> None:
     meta[after, PREV] = block
 
 
-@bare_kernel
-def peek(meta: Ints, count: int, out: Ints) -> None:
-    """Write the next `count` blocks of the free queue to `out`, in order."""
-    block = meta.shape[0] - 1
-    for i in range(count):
-        block = meta[block, NEXT]
-        out[i] = block
-
-
 # --- the forest of cached blocks ------------------------------------------------------------
 
 
@@ -158,10 +163,154 @@ def disown(meta: Ints, block: int) -> None:
     meta[block, YOUNGER] = -1
 
 
+# --- accounts of tenants ------------------------------------------------------------------------
+
+
 @inlined
-def uncache(meta: Ints, keys: BlockHashes, counts: Counts, block: int, done: int) -> int:
-    """Remove a cached block after its descendants; append their hashes to the `done` removed."""
-    at, blocks = block, meta.shape[0] - 1
+def charge(meta: Ints, block: int, own: int) -> None:
+    """Give a block in use, which has no account, to one; the sentinel's row stands for none."""
+    if own != meta.shape[0] - 1:
+        meta[block, OWNER] = own
+        meta[own, HELD] += 1
+
+
+@inlined
+def discharge(meta: Ints, block: int, idle: int) -> None:
+    """Take a block from its account, where it counts as `idle` (0 or 1)."""
+    owner, queue = meta[block, OWNER], meta.shape[0] - 1
+    if owner != queue:
+        meta[owner, HELD] -= 1
+        meta[owner, IDLE] -= idle
+        meta[block, OWNER] = queue
+
+
+@inlined
+def tick(meta: Ints) -> None:
+    """Advance the clock of stamps, which wraps around."""
+    if meta.shape[1] > STAMP:
+        meta[meta.shape[0] - 1, STAMP] += 1
+
+
+@inlined
+def surrender(meta: Ints, block: int, drop: bool) -> None:
+    """Move an idle block without a hash, of an account or to `drop`, to the free queue's front."""
+    queue = meta.shape[0] - 1
+    if meta[block, REFS] == 0 and (drop or meta[block, OWNER] != queue):
+        unlink(meta, block)
+        discharge(meta, block, 1)
+        link_after(meta, queue, block)
+
+
+@inlined
+def rest(meta: Ints, block: int, age: int) -> None:
+    """Queue an idle cached block: last, or first with an age."""
+    owner, queue = meta[block, OWNER], meta.shape[0] - 1
+    link_after(meta, owner if age > 0 else meta[owner, PREV], block)
+    if owner != queue:
+        meta[owner, IDLE] += 1
+        meta[block, STAMP] = meta[queue, STAMP] - age
+
+
+@bare_kernel
+def kept(meta: Ints, own: int) -> int:
+    """Return how many idle blocks are kept from an account by the floors of others."""
+    queue, blocks = meta.shape[0] - 1, 0
+    for account in range(meta[queue, OWNER], queue):
+        if account != own:
+            above = max(meta[account, HELD] - meta[account, FLOOR], 0)
+            blocks += max(meta[account, IDLE] - above, 0)
+    return blocks
+
+
+@inlined
+def heir_of(meta: Ints, block: int) -> int:
+    """Return the youngest idle child of an idle block that is another account's, or -1."""
+    heir, child = -1, meta[block, CHILD]
+    while child >= 0:
+        idle = meta[child, REFS] == 0 and meta[child, OWNER] != meta[block, OWNER]
+        if idle and (heir < 0 or meta[child, STAMP] - meta[heir, STAMP] > 0):
+            heir = child
+        child = meta[child, YOUNGER]
+    return heir
+
+
+@inlined
+def victim_queue(meta: Ints, own: int, head: int, held: int) -> int:
+    """Return the account whose first block goes next for one of `own`; -1 for nobody's.
+
+    Blocks within others' floors go last: callers ask `kept` before. `head` and `held` are columns:
+    of queues (`NEXT`, `HELD`), or of `peek`.
+    """
+    queue = meta.shape[0] - 1
+    while True:
+        best, most, oldest = -1, 0, -1
+        last, age_of_last = own, -1  # below its floor: where nobody else is left
+        for account in range(meta[queue, OWNER], queue):
+            first = meta[account, head]
+            if first == account:
+                continue
+            over = meta[account, held] - meta[account, CEILING]
+            age = meta[queue, STAMP] - meta[first, STAMP]
+            is_above = meta[account, held] > meta[account, FLOOR]
+            if over > most or (most == 0 and is_above and age > oldest):
+                best, most, oldest = account, max(over, 0), age
+            if age > age_of_last:
+                last, age_of_last = account, age
+        if best < 0:
+            if own == queue:
+                return -1
+            best = own if meta[own, head] != own else last
+        block = meta[best, head]
+        heir = heir_of(meta, block)
+        if heir < 0:
+            return best
+        if meta[best, CURSOR] == block:
+            meta[best, CURSOR] = meta[block, NEXT]
+        unlink(meta, block)
+        to = meta[heir, OWNER]
+        for column in (HELD, LEFT, IDLE):
+            meta[best, column] -= 1
+            meta[to, column] += 1
+        meta[block, OWNER] = to
+        meta[block, STAMP] = meta[heir, STAMP]
+        link_after(meta, heir, block)
+
+
+@bare_kernel
+def peek(meta: Ints, count: int, out: Ints) -> int:
+    """Write the next `count` free blocks that anybody may take to `out`; return their number."""
+    queue = meta.shape[0] - 1
+    block = meta[queue, NEXT]
+    for i in range(count):
+        if block == queue:
+            break
+        out[i] = block
+        block = meta[block, NEXT]
+    else:
+        return count
+    for account in range(meta[queue, OWNER], queue):
+        meta[account, CURSOR] = meta[account, NEXT]
+        meta[account, LEFT] = meta[account, HELD]
+    while i < count:
+        account = victim_queue(meta, queue, CURSOR, LEFT)
+        if account < 0:
+            break
+        out[i] = meta[account, CURSOR]
+        meta[account, CURSOR] = meta[out[i], NEXT]
+        meta[account, LEFT] -= 1
+        i += 1
+    return i
+
+
+@inlined
+def uncache(
+    meta: Ints, keys: BlockHashes, counts: Counts, block: int, done: int, drop: bool
+) -> int:  # fmt: skip
+    """Remove a cached block after its descendants; append their hashes to the `done` removed.
+
+    With `drop` the idle ones among them are handed out first.
+    """
+    at, blocks = block, keys.shape[0] // 2
     while True:
         while meta[at, CHILD] >= 0:
             at = meta[at, CHILD]
@@ -173,6 +322,8 @@ def uncache(meta: Ints, keys: BlockHashes, counts: Counts, block: int, done: int
         keys[at, HIGH] = 0
         keys[at, LOW] = 0
         counts[CACHED] -= 1
+        if drop or at != block:
+            surrender(meta, at, drop)
         if at == block:
             return done
         at = parent
@@ -202,26 +353,34 @@ def take(meta: Ints, counts: Counts, blocks: Ints, out: Ints) -> None:
         if meta[block, REFS] == 0:
             unlink(meta, block)
             counts[FREE] -= 1
+            if meta[block, OWNER] != meta.shape[0] - 1:
+                meta[meta[block, OWNER], IDLE] -= 1
         meta[block, REFS] += 1
         out[i] = block
 
 
 @bare_kernel
-def allocate(meta: Ints, keys: BlockHashes, counts: Counts, out: Ints) -> int:
-    """Fill `out` with blocks from the free queue; return the number of removed hashes."""
-    done, queue = 0, meta.shape[0] - 1
-    block = meta[queue, NEXT]
+def allocate(
+    meta: Ints, keys: BlockHashes, counts: Counts, out: Ints, own: int, done: int
+) -> int:  # fmt: skip
+    """Fill `out` with blocks for an account; return the number of removed hashes, as `claim`."""
+    queue = meta.shape[0] - 1
     for i in range(out.shape[0]):
+        at = queue
+        if meta[queue, NEXT] == queue:
+            at = victim_queue(meta, own, NEXT, HELD)
+        block = meta[at, NEXT]
         out[i] = block
         after = meta[block, NEXT]
+        meta[at, NEXT] = after
+        meta[after, PREV] = at
+        discharge(meta, block, 1)
         if is_cached(keys, block):
-            done = uncache(meta, keys, counts, block, done)
+            done = uncache(meta, keys, counts, block, done, False)
         meta[block, REFS] = 1
         meta[block, PREV] = -1
         meta[block, NEXT] = -1
-        block = after
-    meta[queue, NEXT] = block
-    meta[block, PREV] = queue
+        charge(meta, block, own)
     counts[FREE] -= out.shape[0]
     return done
 
@@ -232,8 +391,9 @@ def claim(meta: Ints, keys: BlockHashes, counts: Counts, blocks: Ints, done: int
     for i in range(blocks.shape[0]):
         block = blocks[i]
         unlink(meta, block)
+        discharge(meta, block, 1)
         if is_cached(keys, block):
-            done = uncache(meta, keys, counts, block, done)
+            done = uncache(meta, keys, counts, block, done, False)
         meta[block, REFS] = 1
     counts[FREE] -= blocks.shape[0]
     return done
@@ -295,6 +455,7 @@ def release(
     """Drop references to `table[start:stop]`, last first; return the number of blocks freed."""
     freed = 0
     queue = meta.shape[0] - 1
+    tick(meta)
     for i in range(stop - 1, -1, -1):
         if i >= start:
             block = table[i]
@@ -302,8 +463,9 @@ def release(
             if meta[block, REFS] == 0:
                 freed += 1
                 if is_cached(keys, block):
-                    link_after(meta, meta[queue, PREV], block)
+                    rest(meta, block, 0)
                 else:
+                    discharge(meta, block, 0)
                     link_after(meta, queue, block)
         elif not duplicates:
             break
@@ -311,7 +473,9 @@ def release(
             other = find(keys, slots, hashes[i, HIGH], hashes[i, LOW])
             if other >= 0 and other != table[i] and meta[other, REFS] == 0:
                 unlink(meta, other)
-                link_after(meta, meta[queue, PREV], other)
+                if meta[other, OWNER] != queue:
+                    meta[meta[other, OWNER], IDLE] -= 1
+                rest(meta, other, 0)
     counts[FREE] += freed
     return freed
 
@@ -320,7 +484,7 @@ def release(
 def release_chain(meta: Ints, counts: Counts, table: Ints) -> int:
     """Drop references to the cached blocks of a chain; see `BlockPool.release_chain`."""
     freed = 0
-    queue = meta.shape[0] - 1
+    tick(meta)
     first = table.shape[0]
     while first > 0:
         block = table[first - 1]
@@ -336,11 +500,11 @@ def release_chain(meta: Ints, counts: Counts, table: Ints) -> int:
         meta[block, REFS] -= 1
         if meta[block, REFS] == 0:
             freed += 1
-            link_after(meta, meta[queue, PREV], block)
+            rest(meta, block, 0)
     for i in range(first, table.shape[0]):  # so that the last one is the first
         meta[table[i], REFS] = 0
         freed += 1
-        link_after(meta, queue, table[i])
+        rest(meta, table[i], _OLD)
     counts[FREE] += freed
     return freed
 
@@ -354,16 +518,25 @@ def forget(
     for i in range(start, stop):
         block = table[i]
         if is_cached(keys, block):
-            done = uncache(meta, keys, counts, block, done)
+            done = uncache(meta, keys, counts, block, done, False)
     return done
 
 
 @bare_kernel
+def drop_chain(meta: Ints, keys: BlockHashes, counts: Counts, block: int) -> int:
+    """Remove the hash of a cached block and of all that extend it; the idle ones go first."""
+    return uncache(meta, keys, counts, block, 0, True)
+
+
+@bare_kernel
 def clear(meta: Ints, keys: BlockHashes, slots: Ints, counts: Counts) -> None:
-    """Remove all hashes; the free queue keeps its order."""
+    """Remove all hashes; the free queue keeps its order, and takes the blocks of accounts."""
     slots[:] = -1
     keys[:] = 0
-    meta[:, PARENT:] = -1
+    for block in range(keys.shape[0] // 2):
+        for column in range(PARENT, OWNER):
+            meta[block, column] = -1
+        surrender(meta, block, False)
     counts[CACHED] = 0
     counts[FILLED] = 0
 
@@ -380,28 +553,33 @@ def _where(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ints:
 
 
 def _check_references(meta: Ints, counts: Counts, references: Ints) -> None:
-    refs = meta[:-1, REFS]
+    refs = meta[: len(references), REFS]
     _require("references are those of rows, holds, loads and copies", _where(refs != references))
     free = int((refs == 0).sum())
     if free != counts[FREE]:
         raise IntegrityError(f"{free} blocks have no reference, but {counts[FREE]} count as free")
 
 
-def _check_queue(meta: Ints, counts: Counts) -> None:
-    queue = len(meta) - 1
-    seen = np.zeros(queue, dtype=np.int32)
-    at = queue
-    for _ in range(queue + 1):
-        after = int(meta[at, NEXT])
-        if meta[after, PREV] != at:
-            raise IntegrityError(f"the free queue is torn between blocks {at} and {after}")
-        if after == queue:
-            break
-        seen[after] += 1
-        at = after
-    _require("a block is free exactly when it is in the queue", _where(
-        seen != (meta[:-1, REFS] == 0)
-    ))  # fmt: skip
+def _check_queues(meta: Ints, counts: Counts, blocks: int) -> None:
+    main, idle = len(meta) - 1, meta[:blocks, REFS] == 0
+    owner, seen = meta[:blocks, OWNER], np.zeros(blocks, dtype=np.int32)
+    for queue in [*range(meta[main, OWNER], main), main]:
+        at, count = queue, -1
+        while count < blocks:
+            count += 1
+            after = int(meta[at, NEXT])
+            if meta[after, PREV] != at:
+                raise IntegrityError(f"the free queue is torn between blocks {at} and {after}")
+            if after == queue:
+                break
+            seen[after] += 1
+            at = after
+            _require("an idle block queues at its account", _where(owner[[at]] != queue))
+        if queue != main:
+            held = int((owner == queue).sum())
+            if (held, count) != (meta[queue, HELD], meta[queue, IDLE]):
+                raise IntegrityError(f"account {queue} holds {held}, {count} of them idle")
+    _require("a block is free exactly when it is in the queue", _where(seen != idle))
     if seen.sum() != counts[FREE]:
         raise IntegrityError(f"{seen.sum()} blocks queue, but {counts[FREE]} count as free")
 
@@ -423,16 +601,17 @@ def _check_table(keys: BlockHashes, slots: Ints, counts: Counts) -> None:
 def _check_forest(meta: Ints, keys: BlockHashes) -> None:
     """Check that parents are cached and come after their children in the free queue."""
     cached = (keys != 0).any(axis=1)
-    parent = meta[:-1, PARENT]
+    parent = meta[: len(keys), PARENT]
     child = _where(parent >= 0)
     _require("a block with a parent is cached", child[~cached[child]])
     _require("the parent of a cached block is cached", child[~cached[parent[child]]])
-    _require("a block with a child is cached", _where((meta[:-1, CHILD] >= 0) & ~cached))
-    children = [b for p in _where(meta[:-1, CHILD] >= 0) for b in _children(meta, int(p))]
+    _require("a block with a child is cached", _where((meta[: len(keys), CHILD] >= 0) & ~cached))
+    children = [b for p in _where(meta[: len(keys), CHILD] >= 0) for b in _children(meta, int(p))]
     if sorted(children) != child.tolist():
         raise IntegrityError("lists of children and parents of blocks differ")
-    rank = _rank(meta)
+    rank, owner = _rank(meta, len(keys)), meta[:, OWNER]
     both = child[(rank[child] >= 0) & (rank[parent[child]] >= 0)]
+    both = both[owner[both] == owner[parent[both]]]
     _require("a block is handed out before its parent", both[rank[both] > rank[parent[both]]])
 
 
@@ -447,16 +626,22 @@ def _children(meta: Ints, parent: int) -> list[int]:
     return children
 
 
-def _rank(meta: Ints) -> Ints:
-    queue = len(meta) - 1
-    rank: Ints = np.full(queue, -1, dtype=np.int32)
-    at = int(meta[queue, NEXT])
-    position = 0
-    while at != queue:
-        rank[at] = position
-        position += 1
-        at = int(meta[at, NEXT])
+def _rank(meta: Ints, blocks: int) -> Ints:
+    """Return each free block's place in its queue, -1 for those in use."""
+    main, rank = len(meta) - 1, np.full(blocks, -1, dtype=np.int32)
+    for queue in [*range(meta[main, OWNER], main), main]:
+        at, place = int(meta[queue, NEXT]), 0
+        while at != queue:
+            rank[at] = place
+            place += 1
+            at = int(meta[at, NEXT])
     return rank
+
+
+def _ring(meta: Ints, rows: Ints) -> None:
+    """Link rows to a queue, in order."""
+    meta[rows, PREV] = np.roll(rows, 1)
+    meta[rows, NEXT] = np.roll(rows, -1)
 
 
 class BlockPool:
@@ -476,8 +661,8 @@ class BlockPool:
         self.meta: Ints = np.full((blocks + 1, META_COLUMNS), -1, dtype=np.int32)
         self.meta[:, REFS] = 0
         ids = np.arange(blocks + 1, dtype=np.int32)
-        self.meta[:, PREV] = np.roll(ids, 1)
-        self.meta[:, NEXT] = np.roll(ids, -1)
+        _ring(self.meta, ids)
+        self.meta[:, OWNER] = blocks
         #: `keys` of the kernels.
         self.hashes: BlockHashes = np.zeros((2 * blocks, 2), dtype=np.uint64)
         self.keys, self.removed = self.hashes[:blocks], self.hashes[blocks:]
@@ -500,17 +685,70 @@ class BlockPool:
         counts: Ints = self.meta[blocks, REFS]
         return counts
 
-    def allocate(self, out: Ints) -> BlockHashes:
-        """Fill `out` with the next free blocks; return removed hashes, shape (m, 2)."""
+    @property
+    def nobody(self) -> int:
+        """Account of nobody: the free queue's own row."""
+        return len(self.meta) - 1
+
+    @property
+    def has_accounts(self) -> bool:
+        """True once tenants have accounts."""
+        return len(self.meta) > self.blocks + 1
+
+    def open_accounts(self, limit: int) -> None:
+        """Let blocks belong to up to `limit` accounts; those cached or in use, to the first."""
+        old, meta = self.meta, np.full((self.blocks + limit + 1, ACCOUNT_COLUMNS), -1, np.int32)
+        order, main = self.peek(self.free), len(meta) - 1
+        meta[: self.blocks, :OWNER] = old[: self.blocks, :OWNER]
+        meta[: self.blocks, STAMP] = meta[main, STAMP] = 0
+        meta[main, REFS], meta[:, OWNER] = 0, main
+        self.meta, cached = meta, (self.keys != 0).any(axis=1)
+        first = self.add_account(0, self.blocks)
+        meta[: self.blocks, OWNER] = np.where(cached | (old[:-1, REFS] > 0), first, main)
+        for queue, rows in ((first, order[cached[order]]), (main, order[~cached[order]])):
+            _ring(meta, np.array([queue, *rows], dtype=np.int32))
+        meta[first, HELD] = (meta[: self.blocks, OWNER] == first).sum()
+        meta[first, IDLE] = cached[order].sum()
+
+    def add_account(self, floor: int, ceiling: int) -> int:
+        """Return a new account's row; below `floor` blocks its cache is kept from others."""
+        row = int(self.meta[-1, OWNER]) - 1
+        assert row >= self.blocks, "more accounts than were opened"
+        self.meta[row, [HELD, IDLE]] = 0
+        self.meta[row, [PREV, NEXT]] = row
+        self.meta[-1, OWNER] = row
+        self.set_quota(row, floor, ceiling)
+        return row
+
+    def set_quota(self, account: int, floor: int, ceiling: int) -> None:
+        """Set an account's floor and ceiling, in blocks."""
+        self.meta[account, [FLOOR, CEILING]] = floor, ceiling
+
+    def available(self, account: int) -> int:
+        """Return how many blocks an account may allocate."""
+        return self.free - (kept(self.meta, account) if self.has_accounts else 0)
+
+    def allocate(self, out: Ints, account: int | None = None) -> BlockHashes:
+        """Fill `out` with blocks for an account; return removed hashes, shape (m, 2)."""
+        own = self.nobody - self.has_accounts if account is None else account
         assert len(out) <= self.counts[FREE], "more blocks than are free"
-        return self.take_removed(allocate(self.meta, self.hashes, self.counts, out))
+        return self.take_removed(allocate(self.meta, self.hashes, self.counts, out, own, 0))
+
+    def charge(self, blocks: Ints, account: int) -> None:
+        """Give claimed blocks to an account."""
+        if account != self.nobody:
+            self.meta[blocks, OWNER] = account
+            self.meta[account, HELD] += len(blocks)
 
     def peek(self, count: int) -> Ints:
-        """Return the next `count` blocks that `allocate` would take."""
+        """Return the next `count` blocks that `allocate` would take; those that anybody may."""
         assert count <= self.counts[FREE], "more blocks than are free"
         out = np.empty(count, dtype=np.int32)
-        peek(self.meta, count, out)
-        return out
+        return out[: peek(self.meta, count, out)]
+
+    def drop_chain(self, block: int) -> BlockHashes:
+        """Forget a cached block and all that extend it; return removed hashes, shape (m, 2)."""
+        return self.take_removed(drop_chain(self.meta, self.hashes, self.counts, block))
 
     def claim(self, blocks: Ints) -> BlockHashes:
         """Allocate these free blocks; return removed hashes, shape (m, 2)."""
@@ -547,7 +785,7 @@ class BlockPool:
     def check(self, references: Ints) -> None:
         """Raise an IntegrityError on a violated invariant; `references` per block, (blocks,)."""
         _check_references(self.meta, self.counts, references)
-        _check_queue(self.meta, self.counts)
+        _check_queues(self.meta, self.counts, self.blocks)
         _check_table(self.keys, self.slots, self.counts)
         _check_forest(self.meta, self.keys)
 

@@ -29,6 +29,7 @@ class SessionPause:
     hashes: BlockHashes  # shape (blocks, 2)
     expiry: int  # when the blocks expire, nanoseconds
     since: int  # start of the pause, nanoseconds
+    tenant: str = ""
 
 
 class SessionReturns:
@@ -49,11 +50,11 @@ class SessionReturns:
         """Number of paused sessions."""
         return len(self._away)
 
-    def on_turn_end(self, hashes: BlockHashes, expiry: int, now: int) -> None:
+    def on_turn_end(self, hashes: BlockHashes, expiry: int, now: int, tenant: str = "") -> None:
         """Record the end of a session's turn; `hashes` has its blocks, shape (n, 2), n >= 1."""
         key = keys_of(hashes[-1:])[0]
         self._away.pop(key, None)
-        self._away[key] = SessionPause(hashes, expiry, now)
+        self._away[key] = SessionPause(hashes, expiry, now, tenant)
         when = self._quantile(self._early)
         if when is not None and self._returned >= self._likely * (self._returned + self._lost):
             heapq.heappush(self._due, (now + when, now, key))

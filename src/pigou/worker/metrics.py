@@ -137,6 +137,11 @@ _WORK_ROWS = (
         "peak_flops"),
     Row("pigou_gpu_peak_bytes_per_second", "Memory bandwidth of the GPU.", "peak_bytes_per_second"),
 )  # fmt: skip
+#: KV by tenant, as the gateway marks it.
+_TENANT_ROWS = (
+    Row("pigou_kv_tenant_blocks", "KV blocks of a tenant, in use or cached, with quotas; `*` of "
+        "all that have none.", "blocks"),
+)  # fmt: skip
 #: Rows read from `TierFigures`.
 TIER_ROWS = (
     Row("pigou_tier_up", "1 while the tier's store takes work, else 0.", "status.up"),
@@ -206,6 +211,10 @@ class WorkerMetrics(MetricSet):
         self.generated_tokens = 0
         self.show(_ENGINE_ROWS, lambda: [((), self)])
         self.show(_IDLE_ROWS, self._idle, "tenant")
+        self.show(_TENANT_ROWS, lambda: [
+            ((tenant,), SimpleNamespace(blocks=blocks))
+            for tenant, blocks in self.gauges.tenant_blocks.items()
+        ], "tenant")  # fmt: skip
         if work is not None:
             self.show(_WORK_ROWS, lambda: [((), work)])
         tokens = _token_buckets(max_model_len)

@@ -20,9 +20,11 @@ import msgspec
 from pigou.config import ConfigError, check_bounds
 from pigou.control.admission.budgets import PERIODS
 from pigou.gateway.auth.tenure import OPEN_POLICY, KeyPolicy, TenureChoices, TenureDefaults
-from pigou.request import SECOND
+from pigou.kv.quotas import EACH_OTHER, check_quotas
+from pigou.request import SECOND, KVQuota
 from pigou.small_file import read_text
 from pigou.wire.errors import APIError
+from pigou.wire.fleet_secret import tenant_mark
 
 _RETRY_AFTER_S = 1
 _TENANT = re.compile(r"[A-Za-z0-9_-]{1,32}")
@@ -53,6 +55,7 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     minute: KeyBudget = KeyBudget()
     day: KeyBudget = KeyBudget()
     session: KeyBudget = KeyBudget()  # budget of each agent session
+    kv: KVQuota | None = None  # the tenant's shares of each worker's KV memory; None for no own
 
     def check(self, where: str) -> None:
         """Raise `ConfigError`, which begins with `where`, for a negative limit."""
@@ -61,7 +64,7 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             for name in PERIODS
             for unit, limit in msgspec.structs.asdict(getattr(self, name)).items()
         }
-        flat |= {name: getattr(self, name) for name in self.__struct_fields__[: -len(PERIODS)]}
+        flat |= {name: getattr(self, name) for name in ("sequences", "queued", "queued_tokens")}
         for name, value in flat.items():
             check_bounds(f"{where}: limits.{name}", value, ge=0, unit=", which is no limit")
 
@@ -210,6 +213,37 @@ def current_key() -> Key:
 def use_key(key: Key) -> None:
     """Set the current task's key."""
     _current.set(key)
+
+
+def kv_quotas(options: Iterable[str], keys: Iterable[Key]) -> dict[str, KVQuota]:
+    """Return quotas by the tenants' marks, of `TENANT=FLOOR:CEILING` and keys' own.
+
+    Raises ConfigError.
+    """
+    quotas: dict[str, KVQuota] = {}
+    for text in options:
+        tenant, _, shares = text.partition("=")
+        floor, colon, ceiling = shares.partition(":")
+        try:
+            if not colon or tenant in quotas:
+                raise ValueError
+            quota = msgspec.convert({"floor": float(floor), "ceiling": float(ceiling)}, KVQuota)
+        except (ValueError, msgspec.ValidationError):
+            raise ConfigError(
+                f"kv_quotas has {text!r}; write TENANT=FLOOR:CEILING once for each tenant, with "
+                "shares from 0 to 1, as acme=0.1:0.5, or *=0:0.5 for each other tenant"
+            ) from None
+        quotas[tenant] = quota
+    for key in keys:
+        if (
+            key.limits.kv is not None
+            and quotas.setdefault(key.tenant, key.limits.kv) != key.limits.kv
+        ):
+            raise ConfigError(
+                f"tenant {key.tenant!r} has two KV quotas; give all its keys the same"
+            )
+    check_quotas(quotas)
+    return {t if t == EACH_OTHER else tenant_mark(t): quota for t, quota in quotas.items()}
 
 
 def unauthorized() -> APIError:

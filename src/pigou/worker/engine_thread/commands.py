@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pigou.engine.plan import Finished, Plan, Result
 from pigou.engine.state import EngineStats, PinnedBlocks
 from pigou.kv.block import Block
-from pigou.request import BlockHashes, Ints, Request, SamplingParams
+from pigou.request import BlockHashes, Ints, KVQuota, Request, SamplingParams
 from pigou.runtime.step_output import RankedLogprobs, StepOutput
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class SetLimits(msgspec.Struct, frozen=True):
 
     max_seqs: int
     max_batched_tokens: int
+    kv_quotas: dict[str, KVQuota] | None = None  # None leaves them
 
 
 class Stop(msgspec.Struct, frozen=True):
@@ -137,6 +138,7 @@ class Gauges(msgspec.Struct):
     cached: int = 0
     table_blocks: int = 0
     table_tokens: int = 0
+    tenant_blocks: dict[str, int] = {}  # by tenant, with quotas
     usage: float = 0.0
     stats: EngineStats = msgspec.field(default_factory=EngineStats)
     price: float = 0.0
@@ -166,6 +168,7 @@ class Gauges(msgspec.Struct):
         self.waiting, self.added_total = core.waiting, added
         self.free, self.usage = core.free_blocks, core.usage
         self.held, self.cached, self.pinned = core.held, core.cached_blocks, core.pinned
+        self.tenant_blocks = core.tenant_blocks
 
     def read(self, core: EngineCore, plan: Plan, added: int) -> None:
         """Read all metrics at a plan's start."""

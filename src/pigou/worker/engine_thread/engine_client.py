@@ -10,7 +10,7 @@ from typing import Any, TypeVarTuple
 
 from pigou.engine.plan import Finished
 from pigou.logs import about
-from pigou.request import FinishReason, Request
+from pigou.request import FinishReason, KVQuota, Request
 from pigou.runtime.step_output import RankedLogprobs as Report
 from pigou.wire.errors import REQUEST_FAILED, APIError
 from pigou.worker.engine_thread.commands import (
@@ -152,9 +152,11 @@ class EngineClient:
         """Clear the prefix cache."""
         self._put(ClearCache())
 
-    def set_limits(self, max_seqs: int, max_batched_tokens: int) -> None:
-        """Limit running sequences and tokens per step, up to those at the start."""
-        self._put(SetLimits(max_seqs, max_batched_tokens))
+    def set_limits(
+        self, max_seqs: int, max_batched_tokens: int, kv_quotas: dict[str, KVQuota] | None
+    ) -> None:
+        """Limit running sequences and tokens per step, up to those at the start; set quotas."""
+        self._put(SetLimits(max_seqs, max_batched_tokens, kv_quotas))
 
     def died(self, error: BaseException) -> None:
         """Fail everything: the engine thread has ended."""

@@ -163,8 +163,13 @@ class EngineThread:
                 self.tiers.recovered(tier, blocks)
             case ClearCache():
                 self._take(self._core.clear_cache())
-            case SetLimits(max_seqs, max_batched_tokens):
-                self._take(self._core.set_limits(max_seqs, max_batched_tokens))
+            case SetLimits():
+                self._set_limits(command)
+
+    def _set_limits(self, limits: SetLimits) -> None:
+        if limits.kv_quotas is not None:
+            self._core.set_quotas(limits.kv_quotas)
+        self._take(self._core.set_limits(limits.max_seqs, limits.max_batched_tokens))
 
     def _add(self, add: Add) -> None:
         request = add.request

@@ -71,6 +71,7 @@ class _Inputs:
     ticket: TransferParams | None  # verified, of a worker that has the prompt's blocks
     trace: RequestTrace | None = None
     reasoning: Reasoning | None = None  # for a chat with a model that reasons
+    tenant: str = ""  # as the gateway marks it
 
 
 class InputProcessor:
@@ -132,7 +133,8 @@ class InputProcessor:
         count, output = len(prompts) * (request.n or 1), prompts[0].output
         reasoning = self.prompts.reasoning(request, prompts[0])
         shape = await self._shapes.shape(request, count, output, tenant, tools, reasoning)
-        return _Inputs(request, shape, await self._ticket(request, prompts[0]), trace, reasoning)
+        ticket = await self._ticket(request, prompts[0])
+        return _Inputs(request, shape, ticket, trace, reasoning, tenant)
 
     async def cached(self, request: CompletionRequest | ChatRequest) -> Request:
         """Return the cache identity of a prompt, computing nothing."""
@@ -305,6 +307,7 @@ class InputProcessor:
             # Further sequences of a request yield to other requests.
             priority=request.priority or int(index > 0 and self._config.order == "priority"),
             arrival=arrival,
+            tenant=inputs.tenant,
             deadline=NEVER if deadline_ms is None else arrival + deadline_ms * _MILLISECOND,
             remote=ticket.remote_num_tokens if ticket is not None and fetches else 0,
             hold=asks_to_hold(request.kv_transfer_params),

@@ -16,6 +16,8 @@ from aiohttp import web
 
 from pigou import __version__
 from pigou.background import Background
+from pigou.config import ConfigError
+from pigou.kv.quotas import check_quotas
 from pigou.logs import accessed, describe_access, note_request, traced
 from pigou.request import SECOND, EngineLimits
 from pigou.tracing.request_trace import RequestTrace
@@ -98,7 +100,7 @@ class Routes:
         self._heartbeat, self._background = heartbeat, background
         self._model, self._intake, self._service = model, intake, service
         self._events, self._about = events, about
-        self._max_body = config.max_body
+        self._max_body, self._evicts_tokens = config.max_body, bool(config.eviction.policy)
         self._bodies = Bodies(config.max_body, model.limits.max_model_len)
         self._responses = ResponseStore(time.monotonic)
 
@@ -370,13 +372,19 @@ class Routes:
         """Limit the engine, up to what it was started with; return the limits in force."""
         wanted = await self._bodies.read(request, partial(decoded, _LIMITS))
         self._service.check_open()
+        if (quotas := wanted.kv_quotas) and self._evicts_tokens:
+            raise APIError(409, "The worker evicts tokens, which knows no quotas.", "kv_quotas")
+        try:
+            check_quotas(quotas or {})
+        except ConfigError as error:
+            raise bad_request(str(error), "kv_quotas") from None
         limits = {
             name: min(getattr(wanted, name) or self._about[name], self._about[name])
-            for name in EngineLimits.__struct_fields__
+            for name in ("max_seqs", "max_batched_tokens")
         }
-        self._service.set_limits(**limits)
+        self._service.set_limits(**limits, kv_quotas=quotas)
         self._about["limits"] = limits
-        return _json(limits)
+        return _json({**limits, "kv_quotas": quotas and msgspec.to_builtins(quotas)})
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """Return the tokens of a text or rendered messages."""

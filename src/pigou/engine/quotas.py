@@ -1,0 +1,101 @@
+"""Quotas of KV blocks by tenant in the engine: who is admitted next, and who is preempted.
+
+| a tenant | admission | preemption, eviction |
+|---|---|---|
+| within its floor | overtakes who waits for blocks; takes lent blocks back | never for others |
+| up to its ceiling | in the queue's order | after those above theirs |
+| above its ceiling | after all others | first, the most above before others |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pigou.engine.sequence import Sequence, WaitingQueue
+from pigou.kv.block_pool import CEILING, FLOOR, HELD
+from pigou.kv.prefix_cache import PrefixCache
+from pigou.kv.quotas import Accounts
+from pigou.request import KVQuota
+
+
+class TenantQuotas:
+    """Orders sequences by what their tenants hold."""
+
+    def __init__(self, prefix: PrefixCache, accounts: Accounts, block_size: int) -> None:
+        self.accounts = accounts
+        self._prefix, self._size = prefix, block_size
+        #: By lane and account, the first that did not fit, until blocks or rows become free.
+        self.blocked: dict[tuple[bool, int], Sequence] = {}
+        #: Sequence that running ones were preempted for, until it is admitted.
+        self.owed: Sequence | None = None
+
+    def account(self, seq: Sequence) -> int:
+        """Return the account of a sequence's tenant."""
+        return self.accounts.row(seq.request.tenant)
+
+    def block(self, queue: WaitingQueue, seq: Sequence) -> None:
+        """Record that a waiting sequence did not fit; its tenant's others wait behind it."""
+        self.blocked[queue.is_long(seq), self.account(seq)] = seq
+        if self.owed is not None and self.owed.request.tenant == seq.request.tenant:
+            self.owed = None
+
+    def next(self, queue: WaitingQueue, skip: int = -1) -> Sequence | None:
+        """Return the waiting sequence to admit next, not of lane `skip`."""
+        heads = [(self.account(seq), seq) for seq in queue.heads() if queue.is_long(seq) != skip]
+        if self.owed is not None:
+            place = queue.is_long(self.owed), self.owed.request.tenant
+            for _, seq in heads:
+                if (queue.is_long(seq), seq.request.tenant) == place:
+                    return seq
+            self.owed = None
+        lanes = {lane for lane, _ in self.blocked}
+        free = [
+            (self._above(account, CEILING) >= 0, seq.key, seq)
+            for account, seq in heads
+            if not self._is_blocked(queue, seq, account)
+            and (queue.is_long(seq) not in lanes or self._is_within_floor(account, seq))
+        ]
+        return min(free, key=lambda entry: entry[:2])[2] if free else None
+
+    def entitled(self, queue: WaitingQueue) -> Sequence | None:
+        """Return the first sequence within its tenant's floor that did not fit; each once."""
+        heads = [(seq.key, self.account(seq), seq) for seq in queue.heads()]
+        for _, account, seq in sorted(heads):
+            blocked = self._is_blocked(queue, seq, account)
+            if blocked and not seq.was_owed and self._is_within_floor(account, seq):
+                return seq
+        return None
+
+    def victims(self, running: list[Sequence]) -> list[Sequence]:
+        """Return the sequences of the tenant most above its ceiling, else of those above floors."""
+        accounts = [self.account(seq) for seq in running]
+        over = max(accounts, key=lambda account: self._above(account, CEILING))
+        if self._above(over, CEILING) > 0:
+            return [s for s, account in zip(running, accounts, strict=True) if account == over]
+        return self.above_floors(running) or running
+
+    def above_floors(self, running: list[Sequence]) -> list[Sequence]:
+        """Return the sequences of tenants above their floors."""
+        return [seq for seq in running if self._above(self.account(seq), FLOOR) > 0]
+
+    def set(self, quotas: Mapping[str, KVQuota]) -> None:
+        """Replace all quotas."""
+        self.accounts.set(quotas)
+        self.blocked.clear()
+
+    def _is_blocked(self, queue: WaitingQueue, seq: Sequence, account: int) -> bool:
+        """True if it, or one before it of its lane and account, did not fit."""
+        first = self.blocked.get((queue.is_long(seq), account))
+        return first is not None and first.key <= seq.key
+
+    def _above(self, account: int, bound: int) -> int:
+        meta = self.accounts.pool.meta
+        return meta.item(account, HELD) - meta.item(account, bound)
+
+    def _is_within_floor(self, account: int, seq: Sequence) -> bool:
+        """True if a tenant stays within its floor with a waiting sequence's new blocks."""
+        room, total = -self._above(account, FLOOR), -(-seq.length // self._size)
+        if room >= total or room <= 0:
+            return room >= total
+        hits = len(self._prefix.match(seq.hashes, len(seq.hashes)).blocks)
+        return room >= total - hits
