@@ -95,7 +95,7 @@ class TenantQuotas:
     def _is_within_floor(self, account: int, seq: Sequence) -> bool:
         """True if a tenant stays within its floor with a waiting sequence's new blocks."""
         room, total = -self._above(account, FLOOR), -(-seq.length // self._size)
-        if room >= total or room <= 0:
+        if room >= total or room < 0:
             return room >= total
         hits = len(self._prefix.match(seq.hashes, len(seq.hashes)).blocks)
         return room >= total - hits

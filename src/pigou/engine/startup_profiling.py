@@ -96,6 +96,8 @@ def warm_up() -> None:
     block = pool.peek(1)
     pool.claim(block)
     pool.release_chain(block)
+    pool.open_accounts(1)
+    pool.available(pool.nobody)
 
 
 def _warm_up_config(

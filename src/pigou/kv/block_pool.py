@@ -192,10 +192,10 @@ def tick(meta: Ints) -> None:
 
 
 @inlined
-def surrender(meta: Ints, block: int, drop: bool) -> None:
-    """Move an idle block without a hash, of an account or to `drop`, to the free queue's front."""
+def surrender(meta: Ints, block: int) -> None:
+    """Move an account's idle block, which lost its hash, to the front of the free queue."""
     queue = meta.shape[0] - 1
-    if meta[block, REFS] == 0 and (drop or meta[block, OWNER] != queue):
+    if meta[block, REFS] == 0 and meta[block, OWNER] != queue:
         unlink(meta, block)
         discharge(meta, block, 1)
         link_after(meta, queue, block)
@@ -303,13 +303,8 @@ def peek(meta: Ints, count: int, out: Ints) -> int:
 
 
 @inlined
-def uncache(
-    meta: Ints, keys: BlockHashes, counts: Counts, block: int, done: int, drop: bool
-) -> int:  # fmt: skip
-    """Remove a cached block after its descendants; append their hashes to the `done` removed.
-
-    With `drop` the idle ones among them are handed out first.
-    """
+def uncache(meta: Ints, keys: BlockHashes, counts: Counts, block: int, done: int) -> int:
+    """Remove a cached block after its descendants; append their hashes to the `done` removed."""
     at, blocks = block, keys.shape[0] // 2
     while True:
         while meta[at, CHILD] >= 0:
@@ -322,10 +317,9 @@ def uncache(
         keys[at, HIGH] = 0
         keys[at, LOW] = 0
         counts[CACHED] -= 1
-        if drop or at != block:
-            surrender(meta, at, drop)
         if at == block:
             return done
+        surrender(meta, at)
         at = parent
 
 
@@ -376,7 +370,7 @@ def allocate(
         meta[after, PREV] = at
         discharge(meta, block, 1)
         if is_cached(keys, block):
-            done = uncache(meta, keys, counts, block, done, False)
+            done = uncache(meta, keys, counts, block, done)
         meta[block, REFS] = 1
         meta[block, PREV] = -1
         meta[block, NEXT] = -1
@@ -393,7 +387,7 @@ def claim(meta: Ints, keys: BlockHashes, counts: Counts, blocks: Ints, done: int
         unlink(meta, block)
         discharge(meta, block, 1)
         if is_cached(keys, block):
-            done = uncache(meta, keys, counts, block, done, False)
+            done = uncache(meta, keys, counts, block, done)
         meta[block, REFS] = 1
     counts[FREE] -= blocks.shape[0]
     return done
@@ -518,14 +512,8 @@ def forget(
     for i in range(start, stop):
         block = table[i]
         if is_cached(keys, block):
-            done = uncache(meta, keys, counts, block, done, False)
+            done = uncache(meta, keys, counts, block, done)
     return done
-
-
-@bare_kernel
-def drop_chain(meta: Ints, keys: BlockHashes, counts: Counts, block: int) -> int:
-    """Remove the hash of a cached block and of all that extend it; the idle ones go first."""
-    return uncache(meta, keys, counts, block, 0, True)
 
 
 @bare_kernel
@@ -536,7 +524,7 @@ def clear(meta: Ints, keys: BlockHashes, slots: Ints, counts: Counts) -> None:
     for block in range(keys.shape[0] // 2):
         for column in range(PARENT, OWNER):
             meta[block, column] = -1
-        surrender(meta, block, False)
+        surrender(meta, block)
     counts[CACHED] = 0
     counts[FILLED] = 0
 
@@ -745,10 +733,6 @@ class BlockPool:
         assert count <= self.counts[FREE], "more blocks than are free"
         out = np.empty(count, dtype=np.int32)
         return out[: peek(self.meta, count, out)]
-
-    def drop_chain(self, block: int) -> BlockHashes:
-        """Forget a cached block and all that extend it; return removed hashes, shape (m, 2)."""
-        return self.take_removed(drop_chain(self.meta, self.hashes, self.counts, block))
 
     def claim(self, blocks: Ints) -> BlockHashes:
         """Allocate these free blocks; return removed hashes, shape (m, 2)."""

@@ -235,13 +235,9 @@ def kv_quotas(options: Iterable[str], keys: Iterable[Key]) -> dict[str, KVQuota]
             ) from None
         quotas[tenant] = quota
     for key in keys:
-        if (
-            key.limits.kv is not None
-            and quotas.setdefault(key.tenant, key.limits.kv) != key.limits.kv
-        ):
-            raise ConfigError(
-                f"tenant {key.tenant!r} has two KV quotas; give all its keys the same"
-            )
+        own, tenant = key.limits.kv, key.tenant
+        if own is not None and quotas.setdefault(tenant, own) != own:
+            raise ConfigError(f"tenant {tenant!r} has two KV quotas; give all its keys the same")
     check_quotas(quotas)
     return {t if t == EACH_OTHER else tenant_mark(t): quota for t, quota in quotas.items()}
 
