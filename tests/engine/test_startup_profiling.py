@@ -31,7 +31,8 @@ MODULES = [
 INNER = [
     "unlink", "link_after", "home", "probe", "find", "prefetch", "rebuild", "adopt", "disown",
     "uncache", "is_cached", "peek", "find_decodes", "write_starts", "append_blocks", "look_ahead",
-    "advance", "lay_out", "return_blocks",
+    "advance", "lay_out", "return_blocks", "charge", "discharge", "is_alone", "tick", "surrender",
+    "rest", "heir_of", "victim_queue",
 ]  # fmt: skip
 
 PROGRAM = f"""
