@@ -158,7 +158,7 @@ def _start_decodes(
     else:
         given = 0
         while given < grow:
-            own = columns[ACCOUNT, work[GROWING_ROW, given]]
+            own: int = np.int64(columns[ACCOUNT, work[GROWING_ROW, given]])  # type: ignore[assignment]
             if pool_counts[FREE] <= kept(meta, own) and (
                 pool_counts[FREE] == 0 or not is_alone(columns)
             ):
