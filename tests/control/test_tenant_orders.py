@@ -327,3 +327,14 @@ def test_a_fleet_of_prefill_and_decode_workers_has_prices(order: str) -> None:
         plane.observe(WorkerUp(Worker(name, "u", role, blocks=64, max_seqs=4)), 0)
     plane.tick(SECOND)
     assert isinstance(plane.submit(Request("a", 1, 1), SECOND), Route)
+
+
+@pytest.mark.parametrize("name", ["drf", "market"])
+def test_use_that_nobody_waited_for_is_a_debt_of_at_most_the_credit(name: str) -> None:
+    made = order(name, credit=1.0)
+    before = made.counter("a")
+    made.taken(put(made, "a", 1000, serial=0), 1000)
+    small = made.counter("a")
+    assert before < small < 1.0
+    made.taken(put(made, "a", 10**6, serial=1), 10**6)
+    assert made.counter("a") == pytest.approx(1.0)

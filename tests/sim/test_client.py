@@ -168,3 +168,8 @@ def test_a_timeout_gives_up_and_frees_the_connection() -> None:
     client, _ = drive(workload, ClientConfig(pool=1, timeout=0.5), seconds=10.0)
     assert [call.outcome for call in client.runs] == [RunOutcome.TIMED_OUT] * 2
     assert [call.ended_ns - EPOCH for call in client.runs] == [SECOND // 2, SECOND]
+
+
+def test_waits_between_attempts_double_up_to_their_longest() -> None:
+    config = ClientConfig(retries=10_000, backoff=0.1, max_backoff=0.4)
+    assert [config.wait_s(failed) for failed in (1, 2, 3, 4, 10_000)] == [0.1, 0.2, 0.4, 0.4, 0.4]
