@@ -398,7 +398,7 @@ class KarmaOrder(TenantOrder):
 
     def underserved(self, waiting: QueuedRequest) -> bool:
         """True if it has more credits per weight than users had as the quantum began."""
-        return self.credits(waiting.request.tenant) > self._mean * waiting.weight
+        return self.credits(waiting.request.account) > self._mean * waiting.weight
 
     def _users(self) -> list[Any]:
         tenants: Any = self._tenants.values()
@@ -544,7 +544,7 @@ class Dlpm(TenantOrder):
     def remove(self, waiting: QueuedRequest) -> None:
         """Remove a waiting request."""
         super().remove(waiting)
-        tenant: Any = self._tenants[waiting.request.tenant]
+        tenant: Any = self._tenants[waiting.request.account]
         tenant.refills = self._refills
         _, missing = self._matched.pop(waiting.request.id, (0, 0))
         held = self._missing.get(missing)
@@ -574,7 +574,7 @@ class Dlpm(TenantOrder):
         """True if a tenant that waits has less deficit per weight by half the credit."""
         tenants: list[Any] = [tenant for tenant in self._tenants.values() if tenant.queue]
         least = min((tenant.deficit / tenant.weight for tenant in tenants), default=math.inf)
-        own = self.deficit(waiting.request.tenant) / waiting.weight
+        own = self.deficit(waiting.request.account) / waiting.weight
         return bool(own - least > 0.5 * self.params.credit > 0.0)
 
     def _rank(self, tenant: Any) -> tuple[int, float, int]:
