@@ -24,6 +24,7 @@ from pigou.config import ConfigError, EngineConfig, EvictionConfig, LaneConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Rates, Result
 from pigou.kv.block_pool import CEILING, FLOOR, HELD, NEXT, OWNER, REFS, BlockPool, kept
+from pigou.kv.block_pool_checks import check_pool
 from pigou.kv.hashing import chain
 from pigou.kv.prefix_cache import PrefixCache
 from pigou.kv.quotas import Accounts
@@ -295,7 +296,7 @@ class Evictions(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             tables = [table for table, _ in self.rows] or [np.empty(0, dtype=np.int32)]
             references = np.bincount(np.concatenate(tables), minlength=self.pool.blocks)
-            self.pool.check(references.astype(np.int32))
+            check_pool(self.pool, references.astype(np.int32))
             assert sum(self.accounts.held().values()) <= self.pool.blocks
 
 

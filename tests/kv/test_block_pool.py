@@ -16,6 +16,7 @@ from tests.lib.examples import examples
 from pigou.kv import block_pool as kernels
 from pigou.kv.block import IntegrityError
 from pigou.kv.block_pool import BlockPool
+from pigou.kv.block_pool_checks import check_pool
 from pigou.kv.hashing import chain
 from pigou.kv.prefix_cache import PrefixCache
 from pigou.request import no_hashes
@@ -145,7 +146,7 @@ class Blocks(RuleBasedStateMachine):
         assert keys == self.model.cached
         tables = [row.table for row in self.rows] or [np.empty(0, dtype=np.int32)]
         references = np.bincount(np.concatenate(tables), minlength=self.pool.blocks)
-        self.pool.check(references.astype(np.int32))
+        check_pool(self.pool, references.astype(np.int32))
 
 
 Blocks.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=40)
@@ -231,7 +232,7 @@ def test_hashes_come_and_go_without_end() -> None:
         assert len(prefix.match(hashes, 4).blocks) == 0
         assert prefix.cache_full_blocks(table, hashes, 0, 4).new == 4
         assert prefix.match(hashes, 4).blocks.tolist() == table.tolist()
-        pool.check(np.ones(4, dtype=np.int32))
+        check_pool(pool, np.ones(4, dtype=np.int32))
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,7 @@ def test_hashes_come_and_go_without_end() -> None:
 def test_damage_is_found_and_named(damage: Any, law: str) -> None:
     pool, _, table, _ = filled(8, 3)
     references = np.bincount(table, minlength=8).astype(np.int32)
-    pool.check(references)
+    check_pool(pool, references)
     damage(pool)
     with pytest.raises(IntegrityError, match=law):
-        pool.check(references)
+        check_pool(pool, references)

@@ -8,6 +8,7 @@ from pigou.engine.plan import Plan, Result
 from pigou.engine.sequence import NO_BLOCKS, Sequence, SequenceState
 from pigou.engine.state import EngineState
 from pigou.kv.block import IntegrityError
+from pigou.kv.block_pool_checks import check_pool
 from pigou.request import Ints, Request
 
 
@@ -92,7 +93,7 @@ def check_state(state: EngineState) -> None:
     """Raise an IntegrityError unless blocks, rows, queue and host memory are consistent."""
     _check_rows(state)
     _check_queue(state)
-    state.pool.check(_references(state))
+    check_pool(state.pool, _references(state))
     if state.offload is not None:
         state.offload.check()
     state.host.check(np.concatenate([seq.host_blocks for seq in state.queue] or [NO_BLOCKS]))
