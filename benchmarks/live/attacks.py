@@ -50,7 +50,7 @@ class Figures:
     good: int = 0
     tokens: int = 0  # output of the attacker's jobs
     attempts: int = 0
-    refused: int = 0  # of them, with 429 or 503
+    refused: int = 0  # attempts with 429 or 503
 
 
 @dataclass

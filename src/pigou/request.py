@@ -111,7 +111,7 @@ class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):  # mad
     # counts of words and marks in the prompt's text (`pigou.control.lengths`); empty if not read.
     features: tuple[float, ...] = ()
     expected: int = 0  # output tokens that its server predicts; 0 for unknown
-    payer: str = ""  # whose weight, counters and quota it counts against; empty for its tenant's
+    payer: str = ""  # account of its weight, counters and quota; empty for its tenant's
     workload: str = ""  # name of its workload class; empty without one
 
     @property
@@ -236,7 +236,7 @@ _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 class KVQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A tenant's shares of a worker's KV blocks, and of the bytes of each of its tiers."""
 
-    floor: _Share = 0.0  # of what it holds, so much is not evicted for others
+    floor: _Share = 0.0  # share that is not evicted for others
     ceiling: _Share = 1.0  # above, it goes first, and its requests wait for those of others
 
 

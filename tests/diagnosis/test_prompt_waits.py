@@ -20,12 +20,12 @@ def waits_of(prefill_s: float = 0.0) -> PromptWaits:
 
 
 def count(waits: PromptWaits, length: str) -> int:
-    return sum(waits.waits[length].counts)
+    return sum(waits.by_length[length].counts)
 
 
 def test_a_stream_waits_to_its_first_token_and_a_whole_reply_until_it_is_routed() -> None:
     waits = waits_of()
-    before = waits.waits["short"].total
+    before = waits.by_length["short"].total
     for name, streamed in (("stream", True), ("whole", False)):
         waits.arrive(name, 100, 10.0)
         waits.route(name, 11.0, streamed=streamed)
@@ -33,7 +33,7 @@ def test_a_stream_waits_to_its_first_token_and_a_whole_reply_until_it_is_routed(
         waits.arrive(name, 100, 14.5)  # it migrates
         waits.begin(name, 15.0)
         waits.end(name, 16.0)
-    assert waits.waits["short"].total - before == 4.0 + 1.0
+    assert waits.by_length["short"].total - before == 4.0 + 1.0
     assert waits.late(100.0) == []
 
 
@@ -41,22 +41,22 @@ def test_a_long_prompts_own_prefill_is_no_wait() -> None:
     waits = waits_of(prefill_s=20.0)
     waits.arrive("long", 50_000, 100.0)
     waits.route("long", 101.0, streamed=True)
-    assert waits.longest(140.0) == (1.0, 50_000)
+    assert waits.maxima(140.0) == (1.0, 50_000)
     assert waits.late(140.0) == []
     assert waits.late(143.0) == ["long"]
     waits.begin("long", 145.0)
     assert count(waits, "long") == 1
-    assert waits.longest(146.0) == (5.0, 0)
-    assert waits.longest(160.0) == (0.0, 0)
+    assert waits.maxima(146.0) == (5.0, 0)
+    assert waits.maxima(160.0) == (0.0, 0)
 
 
 def test_who_leaves_the_queue_has_waited() -> None:
     waits = waits_of()
     waits.arrive("long", 50_000, 100.0)
-    assert waits.longest(130.0) == (30.0, 0)
+    assert waits.maxima(130.0) == (30.0, 0)
     waits.end("long", 131.0)
     waits.end("unknown", 131.0)
-    assert waits.longest(132.0)[0] == 31.0
+    assert waits.maxima(132.0)[0] == 31.0
 
 
 class Loop:

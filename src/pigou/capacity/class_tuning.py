@@ -60,7 +60,7 @@ class EvaluatedSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClassTuning(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search found; figures in the order of the classes."""
+    """What a search entries; figures in the order of the classes."""
 
     configured: EvaluatedSettings  # as started
     chosen: EvaluatedSettings  # for the worst-off class
@@ -126,8 +126,8 @@ class ClassSearch:
         if long_from := self.long_from():
             grids |= {"lane": LANE_SHARES, **LANE}
         rows = hypercube(grids, self.candidates, self.control.seed)
-        found = [self._settings(row, long_from) for row in rows]
-        return list(dict.fromkeys([self.configured(), *found]))
+        entries = [self._settings(row, long_from) for row in rows]
+        return list(dict.fromkeys([self.configured(), *entries]))
 
     def configured(self) -> ClassSettings:
         """Return the settings as given."""
@@ -219,18 +219,22 @@ def tune_classes(
     left = search.entrants()
     for halving in range(HALVINGS + 1):
         requests = math.ceil(search.requests / 2 ** (HALVINGS - halving))
-        found = _evaluate(left, requests, range(count), run)
-        order = sorted(found[1:], key=lambda one: _worst(one, search.slos))
-        left = [one.settings for one in (found[0], *order[: max(len(order) // 2, 1)])]
-    chosen, reason = _choose(found, search.slos)
+        entries = _evaluate(left, requests, range(count), run)
+        order = sorted(entries[1:], key=lambda one: _worst(one, search.slos))
+        left = [one.settings for one in (entries[0], *order[: max(len(order) // 2, 1)])]
+    chosen, reason = _choose(entries, search.slos)
     slos = search.slos
-    distances = [[excess(one.figures[n], slo)[0] for one in found] for n, slo in enumerate(slos)]
-    best = tuple(found[row.index(min(row))] for row in distances)
+    distances = [[excess(one.figures[n], slo)[0] for one in entries] for n, slo in enumerate(slos)]
+    best = tuple(entries[row.index(min(row))] for row in distances)
     again = _evaluate(
         [search.configured(), chosen.settings], search.requests, range(count, 2 * count), run
     )
     return ClassTuning(
-        configured=found[0], chosen=chosen, best=best, reported=(again[0], again[1]), reason=reason
+        configured=entries[0],
+        chosen=chosen,
+        best=best,
+        reported=(again[0], again[1]),
+        reason=reason,
     )
 
 
@@ -256,12 +260,12 @@ def _worst(entry: EvaluatedSettings, slos: Sequence[Slo]) -> float:
 
 
 def _choose(
-    found: Sequence[EvaluatedSettings], slos: Sequence[Slo]
+    entries: Sequence[EvaluatedSettings], slos: Sequence[Slo]
 ) -> tuple[EvaluatedSettings, str]:
     """Return the most tokens/s with every class inside, to 1%, else the nearest to it."""
-    inside = [one for one in found if _worst(one, slos) <= 1.0]
+    inside = [one for one in entries if _worst(one, slos) <= 1.0]
     if not inside:
-        return min(found, key=lambda one: _worst(one, slos)), "nearest to all objectives"
+        return min(entries, key=lambda one: _worst(one, slos)), "nearest to all objectives"
     rates = {id(one): sum(part.output_tok_s for part in one.figures) for one in inside}
     near = [one for one in inside if rates[id(one)] >= (1.0 - TIE) * max(rates.values())]
     best = min(near, key=lambda one: _worst(one, slos))

@@ -65,7 +65,7 @@ class MetricPage:
         values = [value for _, value in self._samples.get(name, ()) if math.isfinite(value)]
         return sum(values) / len(values) if values else None
 
-    def most(self, name: str) -> float | None:
+    def maximum(self, name: str) -> float | None:
         """Return the largest of a metric's samples; None without any."""
         return max((v for _, v in self._samples.get(name, ()) if math.isfinite(v)), default=None)
 

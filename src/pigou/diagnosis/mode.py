@@ -25,7 +25,7 @@ class FailureMode(msgspec.Struct, frozen=True, kw_only=True):
     signal: str
     limits: dict[str, float] = {}  # `seconds` is how long the signal must last
     smallest_fix: str  # by options that exist
-    remedy: str = ""  # what no option does
+    remedy: str = ""  # advice where no option helps
     look: tuple[str, ...]  # playbook steps in order
     # modes that often follow; with it they are no findings of their own
     follows: tuple[int, ...] = ()

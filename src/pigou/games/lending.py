@@ -59,8 +59,8 @@ def t_period_lending(demands: ArrayLike, period: int, endowments: ArrayLike = 1.
             low = np.zeros_like(own) if contended else bounded
             allocations[t] = _level(own, low, bounded if contended else np.maximum(bounded, own))
             credit = np.maximum(credit - np.maximum(allocations[t] - own, 0.0), 0.0)
-        lent = own * period - allocations[begin:middle].sum(axis=0)
-        allocations[middle : middle + period] = np.maximum(own + lent / period, 0.0)
+        unused = own * period - allocations[begin:middle].sum(axis=0)
+        allocations[middle : middle + period] = np.maximum(own + unused / period, 0.0)
     return allocations
 
 

@@ -15,7 +15,7 @@ from pigou.games import Floats
 #: Iterations, relative error at which they end, and with which a solution counts.
 _ITERATIONS, _PRECISION, _ACCEPTED = 60, 1e-14, 1e-7
 _SHRINK, _BOUNDARY = 0.1, 0.995
-#: Diagonal from which a variable is eliminated from a step, with so many variables.
+#: Diagonal from which a variable is eliminated from a step, and variables from which any is.
 _LARGE, _MANY = 1e-3, 200
 
 
@@ -120,11 +120,11 @@ def _newton(rows: Floats, weights: Floats, diagonal: Floats, right: Floats) -> F
     if len(right) < _MANY:
         return np.asarray(np.linalg.solve((rows.T * weights) @ rows + np.diag(diagonal), right))
     out = diagonal > _LARGE
-    inverse, kept = 1.0 / diagonal[out], rows[:, ~out]
+    inverse, rest = 1.0 / diagonal[out], rows[:, ~out]
     inner = (rows[:, out] * inverse) @ rows[:, out].T + np.diag(1.0 / weights)
-    system = np.block([[np.diag(diagonal[~out]), kept.T], [kept, -inner]])
+    system = np.block([[np.diag(diagonal[~out]), rest.T], [rest, -inner]])
     shift = rows[:, out] @ (inverse * right[out])
     solved = np.linalg.solve(system, np.concatenate([right[~out], -shift]))
-    x, duals = np.empty_like(right), solved[kept.shape[1] :]
-    x[~out], x[out] = solved[: kept.shape[1]], inverse * (right[out] - rows[:, out].T @ duals)
+    x, duals = np.empty_like(right), solved[rest.shape[1] :]
+    x[~out], x[out] = solved[: rest.shape[1]], inverse * (right[out] - rows[:, out].T @ duals)
     return x

@@ -75,7 +75,7 @@ class EngineLimiter:
         if id not in self.in_force and id not in self.refused:
             return None
         limits = msgspec.structs.asdict(self.in_force.get(id, EngineLimits()))
-        del limits["kv_quotas"]  # of all tenants
+        del limits["kv_quotas"]  # quotas of all tenants
         return {**limits, "refused": self.refused.get(id)}
 
     def _wanted(self, id: str) -> EngineLimits:

@@ -128,7 +128,7 @@ class PlaneDriver:
         self._served_model = model
         self.meter = RequestMeter(objectives or Objectives(), self._model)
         self.shed = 0
-        self.repeated, self.waits = RepeatedPrompts(), PromptWaits(self._prefill_s)
+        self.repeated, self.prompt_waits = RepeatedPrompts(), PromptWaits(self._prefill_s)
         self.degradation = Degradation()
         self.peers_health: Callable[[], dict[str, Any]] | None = None  # None without a bus
         self.prefill_queue: GatewayPrefillQueue | None = None  # None where prompts are pushed
@@ -300,7 +300,7 @@ class PlaneDriver:
             request = msgspec.structs.replace(request, local=False)
         self.repeated.arrive(request.id, prompt_key(request), start / SECOND)
         decision = self._recorded.submit(request, start, exclude)
-        self.waits.arrive(request.id, request.prompt, (request.arrival or start) / SECOND)
+        self.prompt_waits.arrive(request.id, request.prompt, (request.arrival or start) / SECOND)
         self.timed((time.monotonic_ns() - start) / SECOND)
         if isinstance(decision, Queue):
             decision = await self._wait(request.id)
@@ -309,10 +309,10 @@ class PlaneDriver:
         if isinstance(decision, Shed):
             self.shed += 1
             self.repeated.end(request.id, time.monotonic(), served=False)
-            self.waits.end(request.id, time.monotonic())
+            self.prompt_waits.end(request.id, time.monotonic())
             return decision
         assert isinstance(decision, Route)
-        self.waits.route(request.id, time.monotonic(), streamed=request.streamed)
+        self.prompt_waits.route(request.id, time.monotonic(), streamed=request.streamed)
         return decision
 
     def _prefill_s(self, request: str) -> float:
@@ -330,7 +330,7 @@ class PlaneDriver:
         """Return waiting requests, at workers as well, and tokens of running ones, by tenant."""
         requests = self.plane.state.requests
         waiting = Counter(queued.request.tenant for queued in self.plane.queue)
-        late = {id for id in self.waits.late(time.monotonic()) if id in requests}
+        late = {id for id in self.prompt_waits.late(time.monotonic()) if id in requests}
         waiting.update(requests[id].request.tenant for id in late)
         tokens = Counter[str]()
         for id, routed in requests.items():
@@ -350,7 +350,7 @@ class PlaneDriver:
     def observe(self, observation: Observation) -> None:
         """Report an observation to ControlPlane, and wake the requests it decides."""
         if isinstance(observation, FirstToken):
-            self.waits.begin(observation.request, time.monotonic())
+            self.prompt_waits.begin(observation.request, time.monotonic())
         self._wake(self._recorded.observe(observation, time.monotonic_ns()))
 
     def on_tokens(self, counts: Sequence[tuple[str, int]]) -> None:
@@ -364,7 +364,7 @@ class PlaneDriver:
             self.on_tokens(((request, stream.counted - reported),))
         served = reason in (FinishReason.STOP, FinishReason.LENGTH)
         self.repeated.end(request, time.monotonic(), served=served)
-        self.waits.end(request, time.monotonic())
+        self.prompt_waits.end(request, time.monotonic())
         self.observe(Ended(request, reason))
 
     def watch(self, request: str, stream: StreamCount) -> None:

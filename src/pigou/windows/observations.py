@@ -28,7 +28,7 @@ class WorkerObservation(
     wasted_tokens: float | None = None  # mean empty slots in used blocks
     allocation_failures: int = 0  # failed although blocks were free
     idle_tokens: float | None = None  # mean KV held over 5 s that nothing computes with
-    idle_tenant: str = ""  # that holds most of it
+    idle_tenant: str = ""  # tenant that holds most of it
     preemptions: int | None = None
     queried_tokens: int = 0  # prompt tokens looked up in the prefix cache
     hit_tokens: int = 0

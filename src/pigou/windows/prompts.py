@@ -85,7 +85,7 @@ class PromptWaits:
     def __init__(self, prefill_s: Callable[[str], float]) -> None:
         """`prefill_s` forecasts a routed request's own prefill, in seconds."""
         self.lengths = PromptLengths()
-        self.waits = {length: BucketCounts(WAIT_BOUNDS) for length in ("short", "long")}
+        self.by_length = {length: BucketCounts(WAIT_BOUNDS) for length in ("short", "long")}
         self.begun_tokens = BucketCounts(TOKEN_BOUNDS)  # of prompts whose computation began
         self._prefill_s = prefill_s
         self._open: dict[str, _WaitingPrompt] = {}
@@ -120,7 +120,7 @@ class PromptWaits:
         prompt.begun = True
         self.begun_tokens.add(prompt.tokens if prompt.routed_s else 0)
         is_long = self.lengths.is_long(prompt.tokens)
-        self.waits["long" if is_long else "short"].add(wait_s)
+        self.by_length["long" if is_long else "short"].add(wait_s)
         if is_long:
             self._long_s.add(now_s, wait_s)
 
@@ -138,7 +138,7 @@ class PromptWaits:
             and now_s - prompt.routed_s > 1.0 + 2.0 * self._prefill_s(request)
         ]  # fmt: skip
 
-    def longest(self, now_s: float) -> tuple[float, int]:
+    def maxima(self, now_s: float) -> tuple[float, int]:
         """Return the longest wait of a long prompt of the last 10 s, and tokens at workers now."""
         late_s, tokens = self._long_s.of(now_s), 0
         for request, prompt in self._open.items():

@@ -17,7 +17,7 @@ _WORK = ("/v1/completions", "/v1/chat/completions", "other")
 TTFT, ITL = "pigou_time_to_first_token_seconds", "pigou_inter_token_latency_seconds"
 _WAIT, _STALLS = "pigou_queue_wait_seconds", "pigou_stream_stalls_total"
 _INFLIGHT = "pigou_requests_inflight"
-_BEGUN, _LONGEST = "pigou_prompt_begun_tokens", "pigou_prompt_longest_tokens"
+_BEGUN, _MAX_TOKENS = "pigou_prompt_begun_tokens", "pigou_prompt_longest_tokens"
 _PROMPT_WAIT, _IDLE = "pigou_prompt_wait_seconds", "pigou_kv_idle_tokens"
 _WORKER_ITL = "vllm:inter_token_latency_seconds"
 #: Least ratio of a worker's highest to lowest load for its knee to be fitted.
@@ -79,9 +79,9 @@ def scraped_window(before: FleetScrape, now: FleetScrape, start_s: float) -> Fle
         slow = round(summed((rose(_STALLS, cause="client"), rose("pigou_clients_stalled_total"))))
     hits = [rose("pigou_cache_hits_total", layer=layer) for layer in ("answer", "semantic")]
     stale = [rose("pigou_cache_stale_hits_total", layer=layer) for layer in ("answer", "semantic")]
-    old_waits, waits = (page.buckets(_PROMPT_WAIT, length="short") for page in (a, b))
+    waits_before, short_waits = (page.buckets(_PROMPT_WAIT, length="short") for page in (a, b))
     begun = quantile(a.buckets(_BEGUN), b.buckets(_BEGUN), 1.0)
-    lengths = [n for n in (a.most(_LONGEST), b.most(_LONGEST), begun) if n is not None]
+    lengths = [n for n in (a.maximum(_MAX_TOKENS), b.maximum(_MAX_TOKENS), begun) if n is not None]
     ratings = [rose("pigou_answer_ratings_total", rating=rating) for rating in ("up", "down")]
     return FleetObservation(
         answer_hits=None if hits == [None, None] else round(summed(hits)),
@@ -96,9 +96,9 @@ def scraped_window(before: FleetScrape, now: FleetScrape, start_s: float) -> Fle
         itl_p50_s=quantile(a.buckets(ITL), b.buckets(ITL), 0.5),
         itl_p99_s=quantile(a.buckets(ITL), b.buckets(ITL), 0.99),
         wait_p50_s=quantile(a.buckets(_WAIT), b.buckets(_WAIT), 0.5),
-        short_wait_p50_s=quantile(old_waits, waits, 0.5),
-        short_wait_p95_s=quantile(old_waits, waits, 0.95),
-        long_wait_max_s=b.most("pigou_prompt_longest_wait_seconds"),
+        short_wait_p50_s=quantile(waits_before, short_waits, 0.5),
+        short_wait_p95_s=quantile(waits_before, short_waits, 0.95),
+        long_wait_max_s=b.maximum("pigou_prompt_longest_wait_seconds"),
         longest_prompt_tokens=round(max(lengths)) if lengths else None,
         client_stalls=slow, engine_stalls=round(stalls),
         engine_stall_s=stalled_s / stalls if stalls else None,

@@ -257,7 +257,7 @@ class Figures:
     tokens: float  # output of the attacker's jobs within the time of arrivals
     cost: float  # fleet seconds of what the attacker was served
     work: float  # fleet seconds of all within the time of arrivals
-    attempts: float  # of the attacker's requests, in all
+    attempts: float  # attempts of the attacker's requests, in all
     own_jobs: float
 
 

@@ -482,7 +482,7 @@ class _DlpmTenant(Tenant):
     def __init__(self, name: str, counter: float) -> None:
         super().__init__(name, counter)
         self.deficit = 0.0
-        self.refills = -1.0  # of all, when it last waited; -1: never
+        self.refills = -1.0  # refills of everybody when it last waited; -1: never
 
 
 class Dlpm(TenantOrder):
@@ -573,9 +573,9 @@ class Dlpm(TenantOrder):
     def underserved(self, waiting: QueuedRequest) -> bool:
         """True if a tenant that waits has less deficit per weight by half the credit."""
         tenants: list[Any] = [tenant for tenant in self._tenants.values() if tenant.queue]
-        least = min((tenant.deficit / tenant.weight for tenant in tenants), default=math.inf)
+        lowest = min((tenant.deficit / tenant.weight for tenant in tenants), default=math.inf)
         own = self.deficit(waiting.request.account) / waiting.weight
-        return bool(own - least > 0.5 * self.params.credit > 0.0)
+        return bool(own - lowest > 0.5 * self.params.credit > 0.0)
 
     def _rank(self, tenant: Any) -> tuple[int, float, int]:
         matched, serial = self._key(tenant.queue.first(self.blocked))

@@ -127,19 +127,19 @@ def _register(model: GatewayModel) -> None:
             "attempt that was not served.", repeated.count,
         ),
     ])  # fmt: skip
-    metrics.scrape(lambda: _wait_families(driver.waits))
+    metrics.scrape(lambda: _wait_families(driver.prompt_waits))
 
 
-def _wait_families(waits: PromptWaits) -> Iterator[Metric]:
+def _wait_families(prompts: PromptWaits) -> Iterator[Metric]:
     text = "From arrival to computation, of streams; to the worker, of whole replies."
     family = HistogramMetricFamily("pigou_prompt_wait_seconds", text, labels=["length"])
-    for length, counts in waits.waits.items():
+    for length, counts in prompts.by_length.items():
         family.add_metric([length], counts.buckets, counts.total)
     yield family
-    text, begun = "Prompts that began to be computed, by their tokens.", waits.begun_tokens
+    text, begun = "Prompts that began to be computed, by their tokens.", prompts.begun_tokens
     buckets, total = begun.buckets, begun.total
     yield HistogramMetricFamily("pigou_prompt_begun_tokens", text, buckets, sum_value=total)
-    late_s, tokens = waits.longest(time.monotonic())
+    late_s, tokens = prompts.maxima(time.monotonic())
     text = "Longest wait of a long prompt of the last 10 s, begun or not."
     yield gauge_family("pigou_prompt_longest_wait_seconds", text, late_s)
     text = "Longest prompt at workers before its first token."

@@ -192,7 +192,7 @@ class Key:
     policy: KeyPolicy = OPEN_POLICY
     admin: bool = False
     limits: KeyLimits = NO_LIMITS
-    payer: str = ""  # whose weight and limits it shares; empty for its tenant's weight, own limits
+    payer: str = ""  # account of its weight and limits; empty for its tenant's weight, own limits
 
     @property
     def purse(self) -> bytes:

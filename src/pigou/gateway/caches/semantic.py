@@ -24,14 +24,14 @@ _WIDTH, _GRAM = 512, 3
 _MAX_VECTORS, _MAX_GROUP = 8192, 512
 _WORDS = re.compile(r"\w+(?:['’]\w+)*|!=|[^\w\s.,;:!?'’\"“”`…]")
 _NUMBER = re.compile(r"\d+(?:[.,:/-]\d+)*")
-#: What may be said or left out before a question, after it, and inside.
+#: Phrases that may be left out before a question, after it, and inside.
 _BEFORE = re.compile(
     r"\A\s*(?:(?:hi|hello|hey|so|ok|okay)\b[\s,!.]*)?(?:please\s+)?"
     r"(?:(?:can|could|would|will)\s+you\s+(?:please\s+)?)?(?:tell\s+me\s+)?(?:please\s+)?",
     re.IGNORECASE,
 )
 _AFTER = (["please"], ["thanks"], ["thank", "you"])
-_FILLERS = frozenset(("a", "an", "the", "is", "are", "do", "does", "can", "could", "of"))
+_FILLERS = frozenset(("a", "an", "the", "is", "are", "of"))
 _NEGATED = frozenset(("ca", "wo", "sha"))  # can't, won't, shan't
 
 
