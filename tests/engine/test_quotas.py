@@ -23,7 +23,7 @@ from tests.lib.examples import examples
 from pigou.config import ConfigError, EngineConfig, EvictionConfig, LaneConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Rates, Result
-from pigou.kv.block_pool import CEILING, FLOOR, HELD, NEXT, OWNER, REFS, BlockPool, kept
+from pigou.kv.block_pool import CEILING, FLOOR, HELD, NEXT, OWNER, REFS, BlockPool, protected
 from pigou.kv.block_pool_checks import check_pool
 from pigou.kv.hashing import chain
 from pigou.kv.prefix_cache import PrefixCache
@@ -286,7 +286,7 @@ class Evictions(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 16))
     def peek(self, count: int) -> None:
-        free = self.pool.free - kept(self.pool.meta, self.pool.nobody)
+        free = self.pool.free - protected(self.pool.meta, self.pool.nobody)
         seen = self.pool.peek(min(count, free))
         assert len(set(seen.tolist())) == len(seen)
         assert (self.pool.meta[seen, REFS] == 0).all()

@@ -27,6 +27,7 @@ from pigou.capacity.frontier import (
     mean_figures,
     measured,
     shortened,
+    staged,
 )
 from pigou.config import ConfigError, ControlConfig, LaneConfig
 from pigou.control.planner.config import RequestClassConfig
@@ -60,14 +61,13 @@ class EvaluatedSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClassTuning(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search entries; figures in the order of the classes."""
+    """What a search found; figures in the order of the classes."""
 
     configured: EvaluatedSettings  # as started
     chosen: EvaluatedSettings  # for the worst-off class
     best: tuple[EvaluatedSettings, ...]  # for each class, whatever the others get
-    reported: tuple[
-        EvaluatedSettings, EvaluatedSettings
-    ]  # configured and chosen, on other requests
+    #: Configured and chosen, on other requests.
+    reported: tuple[EvaluatedSettings, EvaluatedSettings]
     reason: str
 
 
@@ -126,8 +126,8 @@ class ClassSearch:
         if long_from := self.long_from():
             grids |= {"lane": LANE_SHARES, **LANE}
         rows = hypercube(grids, self.candidates, self.control.seed)
-        entries = [self._settings(row, long_from) for row in rows]
-        return list(dict.fromkeys([self.configured(), *entries]))
+        others = [self._settings(row, long_from) for row in rows]
+        return list(dict.fromkeys([self.configured(), *others]))
 
     def configured(self) -> ClassSettings:
         """Return the settings as given."""
@@ -205,25 +205,15 @@ def tune_classes(
     search: ClassSearch, executor: Executor | None = None, watch: Watch = lambda *_: None
 ) -> ClassTuning:
     """Search by half of the workloads; report on the others."""
-
-    def run(stage: str, trials: Sequence[SettingsTrial]) -> list[Figures]:
-        watch(stage, 0, len(trials))
-        done: list[Figures] = []
-        for figures in (map if executor is None else executor.map)(search.run, trials):
-            done.append(figures)
-            watch(stage, len(done), len(trials))
-        return done
-
     search.check()
-    count = len(search.workloads) // 2
-    left = search.entrants()
+    run = staged(search.run, executor, watch)
+    slos, left, count = search.slos, search.entrants(), len(search.workloads) // 2
     for halving in range(HALVINGS + 1):
         requests = math.ceil(search.requests / 2 ** (HALVINGS - halving))
         entries = _evaluate(left, requests, range(count), run)
-        order = sorted(entries[1:], key=lambda one: _worst(one, search.slos))
+        order = sorted(entries[1:], key=lambda one: _worst(one, slos))
         left = [one.settings for one in (entries[0], *order[: max(len(order) // 2, 1)])]
-    chosen, reason = _choose(entries, search.slos)
-    slos = search.slos
+    chosen, reason = _choose(entries, slos)
     distances = [[excess(one.figures[n], slo)[0] for one in entries] for n, slo in enumerate(slos)]
     best = tuple(entries[row.index(min(row))] for row in distances)
     again = _evaluate(

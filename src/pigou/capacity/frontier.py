@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from statistics import fmean
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -185,21 +185,31 @@ class PointTrial(NamedTuple):
 Outcome: TypeAlias = tuple[PointFigures, tuple[float, float]]
 Outcomes: TypeAlias = list[Outcome]
 Run: TypeAlias = Callable[[str, Sequence[PointTrial]], Outcomes]
+Trial = TypeVar("Trial")
+Figures = TypeVar("Figures")
+
+
+def staged(
+    simulate: Callable[[Trial], Figures], executor: Executor | None, watch: Watch
+) -> Callable[[str, Sequence[Trial]], list[Figures]]:
+    """Return a function that simulates the trials of a stage, and tells `watch` what is done."""
+
+    def run(stage: str, trials: Sequence[Trial]) -> list[Figures]:
+        watch(stage, 0, len(trials))
+        done: list[Figures] = []
+        for figures in (map if executor is None else executor.map)(simulate, trials):
+            done.append(figures)
+            watch(stage, len(done), len(trials))
+        return done
+
+    return run
 
 
 def find_frontier(
     search: FrontierSearch, executor: Executor | None = None, watch: Watch = lambda *_: None
 ) -> Frontier:
     """Return the frontiers of a light and a heavy load, with the chosen points."""
-
-    def run(stage: str, trials: Sequence[PointTrial]) -> Outcomes:
-        watch(stage, 0, len(trials))
-        done: Outcomes = []
-        for result in (map if executor is None else executor.map)(search.run, trials):
-            done.append(result)
-            watch(stage, len(done), len(trials))
-        return done
-
+    run = staged(search.run, executor, watch)
     loads = _loads(search, run)
     regimes = {name: _halve(search, name, *loads[name], run) for name in loads}
     percentile = PERCENTILE if search.slo is None else search.slo.percentile

@@ -81,7 +81,7 @@ def fits_with_growth(state: EngineState, seq: Sequence) -> bool:
 
 
 def fits(state: EngineState, seq: Sequence, growth: int = 0) -> bool:
-    """True if a waiting sequence fits beside rows that grow by so many blocks."""
+    """True if a waiting sequence fits beside rows that grow by `growth` blocks."""
     available = state.available(state.account(seq.request.tenant))
     spare = available - (state.config.headroom + growth) * state.rows.used
     return _fit(state, seq, spare) is not None

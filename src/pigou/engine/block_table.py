@@ -56,7 +56,7 @@ class Rows:
         self.cached: Ints = self.columns[CACHED]  # full blocks offered to the cache
         self.compacted: Ints = self.columns[COMPACTED]
         self.priority: Ints = self.columns[PRIORITY]
-        self.account: Ints = self.columns[ACCOUNT]  # of the row's tenant in the block pool
+        self.account: Ints = self.columns[ACCOUNT]  # account of the row's tenant in the block pool
         self.account[:] = config.blocks
         self.owner: list[Sequence | None] = [None] * count
         self._free = list(range(count - 1, -1, -1))

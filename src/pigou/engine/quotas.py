@@ -43,9 +43,9 @@ class TenantQuotas:
         """Return the waiting sequence to admit next, not of lane `skip`."""
         heads = [(self.account(seq), seq) for seq in queue.heads() if queue.is_long(seq) != skip]
         if self.owed is not None:
-            place = queue.is_long(self.owed), self.owed.request.tenant
+            owed = queue.is_long(self.owed), self.owed.request.tenant
             for _, seq in heads:
-                if (queue.is_long(seq), seq.request.tenant) == place:
+                if (queue.is_long(seq), seq.request.tenant) == owed:
                     return seq
             self.owed = None
         lanes = {lane for lane, _ in self.blocked}

@@ -48,7 +48,7 @@ from pigou.engine.token_eviction import (
     recompute_by_price,
     write_evictions,
 )
-from pigou.kv.block_pool import FREE, OWNER, allocate, kept, peek
+from pigou.kv.block_pool import FREE, OWNER, allocate, peek, protected
 from pigou.request import BlockHashes, Counts, Ints
 
 #: Result of `_start_decodes` if too few blocks are free.
@@ -159,7 +159,7 @@ def _start_decodes(
         given = 0
         while given < grow:
             own: int = np.int64(columns[ACCOUNT, work[GROWING_ROW, given]])  # type: ignore[assignment]
-            if pool_counts[FREE] <= kept(meta, own) and (
+            if pool_counts[FREE] <= protected(meta, own) and (
                 pool_counts[FREE] == 0 or not is_alone(columns)
             ):
                 break
@@ -212,7 +212,7 @@ def _finish_plan(
         same = decodes
         left = length[rows[last]] - computed[rows[last]]
         max_steps = min(max_steps, (left - 1) // counts[last])
-    free = min(pool_counts[FREE] - kept(meta, meta.shape[0] - 1), spare)
+    free = min(pool_counts[FREE] - protected(meta, meta.shape[0] - 1), spare)
     repeat, count = look_ahead(rows[:same], columns, block_size, max_steps, free, work)
     if count:
         if peek(meta, count, work[NEED_BLOCK]) < count:

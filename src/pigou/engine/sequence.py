@@ -150,7 +150,7 @@ class WaitingQueue:
     def heads(self) -> list[Sequence]:
         """Return the next sequence of each lane and tenant."""
         self.head()
-        self._heaps = {place: heap for place, heap in self._heaps.items() if heap}
+        self._heaps = {key: heap for key, heap in self._heaps.items() if heap}
         return [heap[0][1] for heap in self._heaps.values()]
 
     def split(self) -> None:
@@ -179,8 +179,8 @@ class WaitingQueue:
         return iter(self._present)
 
     def _heap(self, seq: Sequence) -> list[tuple[tuple[int, int, int], Sequence]]:
-        place = self.is_long(seq), seq.request.tenant if self._by_tenant else ""
-        heap = self._heaps.get(place)
+        key = self.is_long(seq), seq.request.tenant if self._by_tenant else ""
+        heap = self._heaps.get(key)
         if heap is None:
-            heap = self._heaps[place] = []
+            heap = self._heaps[key] = []
         return heap

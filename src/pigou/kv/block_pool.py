@@ -212,8 +212,8 @@ def rest(meta: Ints, block: int, age: int) -> None:
 
 
 @bare_kernel
-def kept(meta: Ints, own: int) -> int:
-    """Return how many idle blocks are kept from an account by the floors of others."""
+def protected(meta: Ints, own: int) -> int:
+    """Return how many idle blocks the floors of others keep from an account."""
     queue, blocks = meta.shape[0] - 1, 0
     for account in range(meta[queue, OWNER], queue):
         if account != own:
@@ -238,12 +238,12 @@ def heir_of(meta: Ints, block: int) -> int:
 def victim_queue(meta: Ints, own: int, head: int, held: int) -> int:
     """Return the account whose first block goes next for one of `own`; -1 for nobody's.
 
-    Blocks within others' floors go last: callers ask `kept` before. `head` and `held` are columns:
-    of queues (`NEXT`, `HELD`), or of `peek`.
+    Blocks within others' floors go last: callers ask `protected` before. `head` and `held` are
+    columns: of queues (`NEXT`, `HELD`), or of `peek`.
     """
     queue = meta.shape[0] - 1
     while True:
-        best, most, oldest = -1, 0, -1
+        best, excess, oldest = -1, 0, -1
         last, age_of_last = own, -1  # below its floor: where nobody else is left
         for account in range(meta[queue, OWNER], queue):
             first = meta[account, head]
@@ -252,8 +252,8 @@ def victim_queue(meta: Ints, own: int, head: int, held: int) -> int:
             over = meta[account, held] - meta[account, CEILING]
             age = meta[queue, STAMP] - meta[first, STAMP]
             is_above = meta[account, held] > meta[account, FLOOR]
-            if over > most or (most == 0 and is_above and age > oldest):
-                best, most, oldest = account, max(over, 0), age
+            if over > excess or (excess == 0 and is_above and age > oldest):
+                best, excess, oldest = account, max(over, 0), age
             if age > age_of_last:
                 last, age_of_last = account, age
         if best < 0:
@@ -617,19 +617,13 @@ class BlockPool:
 
     def available(self, account: int) -> int:
         """Return how many blocks an account may allocate."""
-        return self.free - (kept(self.meta, account) if self.has_accounts else 0)
+        return self.free - (protected(self.meta, account) if self.has_accounts else 0)
 
     def allocate(self, out: Ints, account: int | None = None) -> BlockHashes:
         """Fill `out` with blocks for an account; return removed hashes, shape (m, 2)."""
         own = self.nobody - self.has_accounts if account is None else account
         assert len(out) <= self.counts[FREE], "more blocks than are free"
         return self.take_removed(allocate(self.meta, self.hashes, self.counts, out, own, 0))
-
-    def charge(self, blocks: Ints, account: int) -> None:
-        """Give claimed blocks to an account."""
-        if account != self.nobody:
-            self.meta[blocks, OWNER] = account
-            self.meta[account, HELD] += len(blocks)
 
     def peek(self, count: int) -> Ints:
         """Return the next `count` blocks that `allocate` would take; those that anybody may."""

@@ -121,9 +121,9 @@ def _rank(meta: Ints, blocks: int) -> Ints:
     """Return each free block's place in its queue, -1 for those in use."""
     main, rank = len(meta) - 1, np.full(blocks, -1, dtype=np.int32)
     for queue in [*range(meta[main, OWNER], main), main]:
-        at, place = int(meta[queue, NEXT]), 0
+        at, position = int(meta[queue, NEXT]), 0
         while at != queue:
-            rank[at] = place
-            place += 1
+            rank[at] = position
+            position += 1
             at = int(meta[at, NEXT])
     return rank

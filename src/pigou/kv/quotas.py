@@ -46,7 +46,7 @@ class Accounts:
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         pool.open_accounts(MAX_ACCOUNTS)
-        self._rest = pool.nobody - 1  # of tenants that have no account of their own
+        self._rest = pool.nobody - 1  # account of tenants without one of their own
         self._rows: dict[str, int] = {}
         self._quotas: Mapping[str, KVQuota] = {}
 

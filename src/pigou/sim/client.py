@@ -60,13 +60,13 @@ class ClientConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     @property
     def _max_retry_s(self) -> float:
         """Seconds of a request whose every attempt times out, at most."""
-        waits = self.backoff * (2.0 ** min(self.retries, _DOUBLINGS) - 1.0)
+        backoff = self.backoff * (2.0 ** min(self.retries, _DOUBLINGS) - 1.0)
         if self.max_backoff:
-            waits = min(waits, self.max_backoff * self.retries)
-        return waits + self.timeout * self.retries
+            backoff = min(backoff, self.max_backoff * self.retries)
+        return backoff + self.timeout * self.retries
 
     def wait_s(self, failed: int) -> float:
-        """Return the most seconds to wait after so many attempts failed."""
+        """Return the most seconds to wait after `failed` attempts."""
         wait = self.backoff * 2.0 ** min(failed - 1, _DOUBLINGS)
         return min(wait, self.max_backoff or wait)
 

@@ -43,7 +43,7 @@ class Abort(msgspec.Struct, frozen=True):
     """Abort a request."""
 
     request: str
-    turn_ended: bool = False  # its text ended it
+    turn_ended: bool = False  # True if its text ended it
 
 
 class Release(msgspec.Struct, frozen=True):
