@@ -35,7 +35,7 @@ def key(tenant: str, kv: KVQuota | None) -> Key:
 
 def test_options_and_keys_give_quotas_by_marks() -> None:
     quota = KVQuota(floor=0.2, ceiling=0.5)
-    keys = [key("acme", quota), key("acme", quota), key("none", None)]
+    keys = [key("acme", quota), key("acme", quota), key("b", None)]
     assert kv_quotas(["*=0:0.4", "b=0.1:1"], keys) == {
         "*": KVQuota(ceiling=0.4), tenant_mark("b"): KVQuota(floor=0.1),
         tenant_mark("acme"): quota,
@@ -52,6 +52,8 @@ def test_options_and_keys_give_quotas_by_marks() -> None:
         (["*=0.1:1"], [], "named tenants"),
         (["a=0.6:1", "b=0.6:1"], [], "1.2 together"),
         (["a=0.6:1"], [key("a", KVQuota())], "two KV quotas"),
+        (["typo=0.2:1"], [key("a", None)], "tenant 'typo', which has no key.* \\(a\\)"),
+        (["a=0.2:1"], [], "tenant 'a', which has no key"),
     ],
 )
 def test_quotas_that_cannot_hold_are_refused(options: list[str], keys: list[Key], why: str) -> None:
@@ -68,6 +70,13 @@ async def test_a_worker_is_told_quotas_whatever_its_role() -> None:
     assert wanted == EngineLimits(kv_quotas=limiter.kv_quotas)
     assert await _ask(upstream, wanted) == wanted
     assert upstream.asked[0][0] == "/limits"
+
+
+def test_the_table_and_its_metrics_count_quotas() -> None:
+    limiter = EngineLimiter(Background(), lambda *_: None)
+    limiter.in_force["w"] = EngineLimits(8, kv_quotas={"mark": KVQuota(floor=0.5)})
+    view = limiter.view("w")
+    assert view == {"max_seqs": 8, "max_batched_tokens": None, "kv_quotas": 1, "refused": None}
 
 
 async def test_a_worker_that_knows_no_tenants_is_not_told_quotas() -> None:

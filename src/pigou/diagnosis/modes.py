@@ -156,8 +156,8 @@ _MODES = (
         "wait, for {seconds:.0f} s.",
         limits={"times": 2.0, "waiting": 0.5, "seconds": 30},
         smallest_fix="Cap its requests at the workers (`sequences` of its key) and its tokens "
-        "(--key-budget minute.tokens=N); serve by tenant (--admission fair or drf, "
-        "--tenant-weights).",
+        "(--key-budget minute.tokens=N); keep the others' cache (--kv-quota TENANT=FLOOR:CEILING); "
+        "serve by tenant (--admission fair or drf, --tenant-weights).",
         look=("`pigou_generation_tokens_total` by tenant; GET /workers: `waiting_by_tenant`, "
               "`held_tokens_by_tenant`.", "`pigou_requests_queued`."),
         follows=(6, 18),

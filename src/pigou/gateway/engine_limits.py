@@ -74,9 +74,10 @@ class EngineLimiter:
         """Return a worker's limits, and why others are not in force; None if never set."""
         if id not in self.in_force and id not in self.refused:
             return None
-        limits = msgspec.structs.asdict(self.in_force.get(id, EngineLimits()))
-        del limits["kv_quotas"]  # quotas of all tenants
-        return {**limits, "refused": self.refused.get(id)}
+        limits = self.in_force.get(id, EngineLimits())
+        quotas = None if limits.kv_quotas is None else len(limits.kv_quotas)  # no tenants' names
+        refused = self.refused.get(id)
+        return {**msgspec.structs.asdict(limits), "kv_quotas": quotas, "refused": refused}
 
     def _wanted(self, id: str) -> EngineLimits:
         decodes = self._upstreams[id][0].worker.role.decodes

@@ -185,10 +185,10 @@ class FleetStatus:
         for row in self.rows():
             load = self._load(row)
             load.pop("tokens_per_second")
-            for name in ("model", "adapters", "limits"):
+            limits = load.pop("limits") or {}
+            for name in ("model", "adapters"):
                 load.pop(name)
-            if (limits := self._plane_driver.limits.in_force.get(row.id)) is not None:
-                load |= {k: v for k, v in msgspec.structs.asdict(limits).items() if v is not None}
+            load |= {k: v for k, v in limits.items() if isinstance(v, int)}
             up = float(row.state in ("up", "draining"))
             changes = {"draining": float(row.state == "draining"), "epoch": row.epoch}
             counts = {"restarts": row.restarts, "out_of_memory": row.out_of_memory}

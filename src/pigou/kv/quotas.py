@@ -1,8 +1,8 @@
-"""Quotas of KV memory by tenant: a floor that others' floods leave, and a ceiling.
+"""Quotas of device KV blocks by tenant: a floor that others' floods leave, and a ceiling.
 
-One law for device blocks (`block_pool.victim_queue`) and bytes of tiers (`HeldBytes`): first goes
-the tenant most above its ceiling, then the usual victim among tenants above their floors, then the
-newcomer's own. What a tenant does not use of its floor, others may.
+Evicted first are blocks of the tenant most above its ceiling, then the usual victim among tenants
+above their floors, then the newcomer's own (`block_pool.victim_queue`). What a tenant does not use
+of its floor, others may. Tiers and swapped blocks know no quotas.
 """
 
 from __future__ import annotations

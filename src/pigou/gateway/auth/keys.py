@@ -234,11 +234,18 @@ def kv_quotas(options: Iterable[str], keys: Iterable[Key]) -> dict[str, KVQuota]
                 "shares from 0 to 1, as acme=0.1:0.5, or *=0:0.5 for each other tenant"
             ) from None
         quotas[tenant] = quota
+    tenants = {""}  # of requests without keys
     for key in keys:
+        tenants = tenants - {""} | {key.tenant}
         own, tenant = key.limits.kv, key.tenant
         if own is not None and quotas.setdefault(tenant, own) != own:
             raise ConfigError(f"tenant {tenant!r} has two KV quotas; give all its keys the same")
     check_quotas(quotas)
+    for unknown in sorted(quotas.keys() - tenants - {EACH_OTHER}):
+        raise ConfigError(
+            f"kv_quotas has tenant {unknown!r}, which has no key; give * or a tenant of "
+            f"--api-keys-file ({', '.join(sorted(tenants)) or 'none'})"
+        )
     return {t if t == EACH_OTHER else tenant_mark(t): quota for t, quota in quotas.items()}
 
 
