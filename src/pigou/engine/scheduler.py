@@ -327,9 +327,8 @@ class Scheduler:
             return None
         last = int(rows.priority[state.running].max())
         priorities = [seq.request.priority for seq in still_prefilling(state)]
-        quotas = state.quotas
-        head = state.queue.head() if quotas is None else quotas.next(state.queue)
-        if head is not None and (head is not state.blocked or quotas is not None):
+        head = self._next_waiting()
+        if head is not None:
             first = min(priorities, default=last)
             if head.request.priority < first and fits_with_growth(state, head):
                 priorities.append(head.request.priority)
@@ -373,10 +372,10 @@ class Scheduler:
     def _admit_waiting(self, builder: ScheduleBuilder, before: int | None = None) -> None:
         """Admit from the head of the queue (priority below `before`) while there is room."""
         state = self._state
-        lane, full, quotas = state.lane, -1, state.quotas
-        while builder.budget > 0:
-            head = state.queue.head(full) if quotas is None else quotas.next(state.queue, full)
-            if head is None or not state.rows.free or (head is state.blocked and quotas is None):
+        lane, full = state.lane, -1
+        while builder.budget > 0 and state.rows.free:
+            head = self._next_waiting(full)
+            if head is None:
                 break
             if before is not None and head.request.priority >= before:
                 break
@@ -388,8 +387,8 @@ class Scheduler:
                 continue
             if self._lane_admits(builder, head) and admit(state, head, builder):
                 continue
-            if quotas is not None:  # another tenant may have blocks of its own
-                quotas.block(state.queue, head)
+            if state.quotas is not None:  # another tenant may have blocks of its own
+                state.quotas.block(state.queue, head)
                 state.blocked = head
                 continue
             if lane is None:
@@ -398,6 +397,14 @@ class Scheduler:
             if full >= 0:
                 break
             full = lane.of(head)  # the other lane goes on
+
+    def _next_waiting(self, skip: int = -1) -> Sequence | None:
+        """Return the next waiting sequence, not of lane `skip`; None if it did not fit before."""
+        state = self._state
+        if state.quotas is not None:
+            return state.quotas.next(state.queue, skip)
+        head = state.queue.head(skip)
+        return None if head is state.blocked else head
 
     def _lane_admits(self, builder: ScheduleBuilder, head: Sequence) -> bool:
         """True if a sequence's lane has a row and tokens for it."""

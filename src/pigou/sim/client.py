@@ -41,15 +41,8 @@ class ClientConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         check_fields(self, "pool", "retries", ge=0)
-        check_fields(
-            self,
-            "timeout",
-            "backoff",
-            "max_backoff",
-            ge=0,
-            le=MAX_SECONDS,
-            unit=" seconds (a year)",
-        )
+        seconds = "timeout", "backoff", "max_backoff"
+        check_fields(self, *seconds, ge=0, le=MAX_SECONDS, unit=" seconds (a year)")
         check_bounds("barging", self.barging, ge=0, lt=1)
         if self._max_retry_s > MAX_SECONDS:
             raise ConfigError(
