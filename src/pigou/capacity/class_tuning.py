@@ -20,6 +20,7 @@ from pigou.capacity.frontier import (
     SHARES,
     TIE,
     PointFigures,
+    SimulatedSearch,
     Watch,
     Workload,
     excess,
@@ -29,14 +30,12 @@ from pigou.capacity.frontier import (
     shortened,
     staged,
 )
-from pigou.config import ConfigError, ControlConfig, LaneConfig
+from pigou.config import ConfigError, LaneConfig
 from pigou.control.planner.config import RequestClassConfig
 from pigou.objectives import Slo
-from pigou.sim.client import ClientConfig
-from pigou.sim.fleet_config import FleetConfig, ScalingConfig
+from pigou.sim.fleet_config import ScalingConfig
 from pigou.sim.request_run import RequestRun
 from pigou.sim.result import class_name
-from pigou.sim.setup import Setup
 from pigou.sim.simulation import Simulation
 from pigou.sim.workload import OpenLoop, RequestSession
 
@@ -83,18 +82,11 @@ Figures: TypeAlias = tuple[PointFigures, ...]
 Run: TypeAlias = Callable[[str, Sequence[SettingsTrial]], list[Figures]]
 
 
-@dataclass(frozen=True)
-class ClassSearch:
-    """What is simulated: half of the workloads choose, and the others report."""
+@dataclass(frozen=True, kw_only=True)
+class ClassSearch(SimulatedSearch):
+    """Search for settings by class: half of the workloads choose, and the others report."""
 
-    workloads: Sequence[Workload]
     classes: tuple[RequestClassConfig, ...]
-    fleet: FleetConfig
-    setup: Setup
-    control: ControlConfig
-    client: ClientConfig
-    requests: int = 600
-    candidates: int = 32
 
     @property
     def slos(self) -> list[Slo]:

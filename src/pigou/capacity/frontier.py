@@ -121,18 +121,24 @@ class Frontier(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, regimes=regimes, operating_points=points)
 
 
-@dataclass(frozen=True)
-class FrontierSearch:
-    """What is simulated."""
+@dataclass(frozen=True, kw_only=True)
+class SimulatedSearch:
+    """What a search simulates."""
 
     workloads: Sequence[Workload]  # one for each seed
     fleet: FleetConfig
     setup: Setup
     control: ControlConfig
     client: ClientConfig
-    slo: Slo | None = None
     requests: int = 600  # in a simulation of the last round
     candidates: int = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontierSearch(SimulatedSearch):
+    """Search for operating points of the router and the engines."""
+
+    slo: Slo | None = None
 
     def entrants(self) -> list[OperatingPoint]:
         """Return the candidates: the point as configured, and a Latin hypercube of others."""
