@@ -99,7 +99,9 @@ def check_all(*checks: Callable[[], object]) -> None:
 def key_values(option: str, items: str | Iterable[str], form: str = "key=value") -> dict[str, str]:
     """Read `key=value,...`, or items of it; `form` is how messages tell to write one."""
     values: dict[str, str] = {}
-    for item in (items.split(",") if items else ()) if isinstance(items, str) else items:
+    if isinstance(items, str):
+        items = items.split(",") if items else ()
+    for item in items:
         key, equals, value = (part.strip() for part in item.partition("="))
         if not key or not equals:
             raise ConfigError(f"{option}: {item!r} is not understood; write {form}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -14,6 +15,8 @@ from pigou.config import ConfigError
 from pigou.control.degradation import Degradation, DegradedMode
 from pigou.control.planner.config import PlannerConfig, RequestClassConfig
 from pigou.fleet.config import DeclaredModel
+from pigou.gateway.api import generation
+from pigou.gateway.auth.keys import NO_KEY
 from pigou.gateway.config import GatewayConfig
 from pigou.objectives import PRESETS
 from pigou.request import SECOND
@@ -91,8 +94,11 @@ async def test_a_sampled_answer_comes_again_only_in_the_mode_and_within_its_tenu
         assert len(stub.seen) == 6
 
 
-async def test_a_smaller_model_answers_and_classes_wait_for_their_own_streams() -> None:
-    """By a whole fleet: presets, class header, cap, lane metrics, and the smaller model."""
+async def test_a_smaller_model_answers_and_classes_wait_for_their_own_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a whole fleet: presets, class header, cap, lanes, and a payer that the smaller model keeps."""
+    monkeypatch.setattr(generation, "current_key", lambda: replace(NO_KEY, payer="acme"))
     big, small = (
         Stub("big", model="ant", script=Script(held=asyncio.Event())),
         Stub("s", model="bee"),
@@ -105,7 +111,8 @@ async def test_a_smaller_model_answers_and_classes_wait_for_their_own_streams() 
         )
     )
     models = (DeclaredModel(name="ant"), DeclaredModel(name="bee"))
-    async with attached(big, small, models=models, planner=planner, degrade=(mode,)) as (_, client):
+    async with attached(big, small, models=models, planner=planner, degrade=(mode,)) as running:
+        serving, client = running
         await until(client, lambda rows: all(row["state"] == "up" for row in rows.values()))
 
         async def post(name: str, header: str) -> tuple[str, str, str]:
@@ -131,6 +138,8 @@ async def test_a_smaller_model_answers_and_classes_wait_for_their_own_streams() 
         assert 'pigou_lane_requests{class="offline",lane="short",model_name="ant"} 1.0' in text
         assert await post("offline", "X-Pigou-Class") == ("bee", "model=bee", "offline")
         assert len(big.seen) == 2
+        bee = serving.gateway.routing.find("bee").plane_driver
+        assert bee.meter.work_by_tenant().keys() == {"acme"}
         assert big.script.held is not None
         big.script.held.set()
         assert [await one for one in (first, second)] == [("ant", "", "offline")] * 2

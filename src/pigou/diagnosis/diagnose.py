@@ -344,7 +344,9 @@ def under_use(series: Series, mode: FailureMode) -> ModeFinding | None:
 def back_pressure_failure(series: Series, mode: FailureMode) -> ModeFinding | None:
     """Mode 19: failures while the queue grows and nothing is refused."""
     limits = mode.limits
-    best = max(map(_growth, _unrefused(series)), key=len, default=())
+    runs = groupby(series, lambda window: window.refused > 0)
+    growths = [_growth(tuple(run)) for refuses, run in runs if not refuses]
+    best = max(growths, key=len, default=())
     grows = best and best[-1].waiting > max(limits["waiting"], 2 * best[0].waiting)
     if not grows or sum(map(_failures, best)) < limits["failures"]:
         return None
@@ -360,10 +362,6 @@ def back_pressure_failure(series: Series, mode: FailureMode) -> ModeFinding | No
 
 def _failures(window: FleetObservation) -> int:
     return window.failed + int(window.total("out_of_memory") or 0)
-
-
-def _unrefused(series: Series) -> list[Series]:
-    return [tuple(run) for refuses, run in groupby(series, lambda w: w.refused > 0) if not refuses]
 
 
 def _growth(run: Series) -> Series:

@@ -79,15 +79,11 @@ def mdc_tail(servers: int, utilisation: float) -> tuple[float, float]:
     _check(servers, utilisation)
     if utilisation < 1e-12:
         return 0.0, math.inf
-    sigma = _outer_root(utilisation)
+    sigma = float(-lambertw(-utilisation * math.exp(-utilisation), -1).real / utilisation)
     inner = _inner_roots(servers, utilisation)
     product = float(np.prod(np.abs(1.0 - inner / sigma) / np.abs(1.0 - inner)))
     constant = (1.0 - utilisation) / (utilisation * sigma - 1.0) * product
     return constant, servers * utilisation * (sigma - 1.0)
-
-
-def _outer_root(utilisation: float) -> float:
-    return float(-lambertw(-utilisation * math.exp(-utilisation), -1).real / utilisation)
 
 
 def _inner_roots(servers: int, utilisation: float) -> NDArray[np.complex128]:

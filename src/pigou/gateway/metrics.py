@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -25,6 +23,7 @@ from pigou.gateway.request import GatewayRun
 from pigou.metric_rows import MetricSet, counter_family, gauge_family
 from pigou.objectives import class_label
 from pigou.request import SECOND, BlockKeys
+from pigou.windows.prompts import BucketCounts
 
 #: Labels with the tenant's name, and with the model's, as vLLM calls it.
 TENANT, MODEL, CLASS = "tenant", "model_name", "class"
@@ -219,18 +218,14 @@ class Metrics(MetricSet):
             self.read_saves.inc(read.saves)
 
 
-class FastHistogram(Collector):
+class FastHistogram(BucketCounts, Collector):
     """A histogram for use by one thread."""
 
-    def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
-        self._name, self._help, self._bounds = name, help, list(bounds)
-        self._counts = [0] * (len(bounds) + 1)
-        self.total = 0.0  # sum of all observations
+    observe = BucketCounts.add
 
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count a value `count` times."""
-        self._counts[bisect_left(self._bounds, value)] += times
-        self.total += value * times
+    def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
+        super().__init__(bounds)
+        self._name, self._help = name, help
 
     def describe(self) -> list[Metric]:
         """Return name and help, without values."""
@@ -238,11 +233,7 @@ class FastHistogram(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the cumulative counts."""
-        buckets, so_far = [], 0
-        for bound, count in zip([*self._bounds, float("inf")], self._counts, strict=True):
-            so_far += count
-            buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), so_far))
-        yield HistogramMetricFamily(self._name, self._help, buckets=buckets, sum_value=self.total)
+        yield HistogramMetricFamily(self._name, self._help, self.buckets, sum_value=self.total)
 
 
 def worker_families(rows: Rows) -> Iterator[Metric]:
@@ -359,18 +350,15 @@ class TenantRow:
 
     def __init__(self) -> None:
         self.requests = self.prompt_tokens = self.cached_tokens = 0
-        self.ttft_s, self.duration_s = 0.0, 0.0  # sums
-        self.ttft_counts = [0] * (len(_TENANT_TTFT) + 1)
-        self.duration_counts = [0] * (len(_TENANT_DURATION) + 1)
+        self.ttft, self.duration = BucketCounts(_TENANT_TTFT), BucketCounts(_TENANT_DURATION)
 
     def add(self, other: TenantRow) -> None:
         """Add another row."""
-        for name, value in vars(other).items():
-            own = getattr(self, name)
-            if isinstance(own, list):
-                own[:] = [a + b for a, b in zip(own, value, strict=True)]
-            else:
-                setattr(self, name, own + value)
+        self.requests += other.requests
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        self.ttft.merge(other.ttft)
+        self.duration.merge(other.duration)
 
 
 class TenantMetrics:
@@ -396,12 +384,9 @@ class TenantMetrics:
             row.cached_tokens += max(0, computed.prompt - computed.uncached)
         if error:
             return
-        duration_s = (time.monotonic_ns() - run.parsed.arrival) / SECOND
-        row.duration_s += duration_s
-        row.duration_counts[bisect_left(_TENANT_DURATION, duration_s)] += 1
-        if (ttft_s := run.ttft_s) is not None:
-            row.ttft_s += ttft_s
-            row.ttft_counts[bisect_left(_TENANT_TTFT, ttft_s)] += 1
+        row.duration.add((time.monotonic_ns() - run.parsed.arrival) / SECOND)
+        if run.ttft_s is not None:
+            row.ttft.add(run.ttft_s)
 
     def _row(self, tenant: str) -> TenantRow:
         self._counts[tenant] += 1
@@ -429,16 +414,14 @@ class TenantMetrics:
         ):
             samples = [((tenant,), getattr(row, name)) for tenant, row in rows]
             yield counter_family(f"pigou_{label}_{name}", text, samples, label)
-        for name, field, bounds, text in (
-            ("time_to_first_token", "ttft", _TENANT_TTFT, "From arrival to the first token."),
-            ("request_duration", "duration", _TENANT_DURATION, "From arrival to the reply's end."),
+        for name, field, text in (
+            ("time_to_first_token", "ttft", "From arrival to the first token."),
+            ("request_duration", "duration", "From arrival to the reply's end."),
         ):
             family = HistogramMetricFamily(f"pigou_{label}_{name}_seconds", text, labels=[label])
             for tenant, row in rows:
-                cuts = [*map(str, map(float, bounds)), "+Inf"]
-                counts = accumulate(getattr(row, f"{field}_counts"))
-                pairs = list(zip(cuts, counts, strict=True))
-                family.add_metric([tenant], pairs, getattr(row, f"{field}_s"))
+                counts: BucketCounts = getattr(row, field)
+                family.add_metric([tenant], counts.buckets, counts.total)
             yield family
 
 

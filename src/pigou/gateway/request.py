@@ -239,6 +239,11 @@ class GatewayRun:
         """Trace id; empty without a trace."""
         return "" if self.trace is None else self.trace.context.trace_id
 
+    @property
+    def account(self) -> str:
+        """Its payer, or else its tenant."""
+        return self.payer or self.parsed.tenant
+
     def request(self, generated: int = 0, eligible: frozenset[str] = frozenset()) -> Request:
         """Return the request for ControlPlane, with `generated` tokens in its prompt."""
         parsed = self.parsed
@@ -317,9 +322,9 @@ class MeteredRun:
         return self._run.stats.completion_tokens
 
     @property
-    def payer(self) -> str:
+    def account(self) -> str:
         """Payer, or tenant, of an open request."""
-        return self._run.payer or self._run.parsed.tenant
+        return self._run.account
 
     @property
     def work(self) -> int:

@@ -81,7 +81,7 @@ class RequestMeter:
         self._end(run, metered, done=got, counts=got or late)
 
     def _end(self, run: GatewayRun, metered: MeteredRun, *, done: bool, counts: bool) -> None:
-        now, tenant = time.monotonic_ns(), run.payer or run.parsed.tenant
+        now, tenant = time.monotonic_ns(), run.account
         ended = metered.end(now, self.objectives, self.model(), done=done, counts=counts)
         self._open.pop(run.parsed.id, None)
         self._forget_work(now)
@@ -106,7 +106,7 @@ class RequestMeter:
         self._forget_work(time.monotonic_ns())
         work = dict(self._work)
         for metered in self._open.values():
-            work[metered.payer] = work.get(metered.payer, 0.0) + metered.work
+            work[metered.account] = work.get(metered.account, 0.0) + metered.work
         return work
 
     def class_of(self, request: Request) -> str:

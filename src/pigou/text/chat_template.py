@@ -347,8 +347,9 @@ def _is(node: nodes.Node | None, key: str, names: set[str]) -> bool:
     """Whether an expression is something's `key`, or a variable that stands for one."""
     if isinstance(node, nodes.Or):
         return _is(node.left, key, names) or _is(node.right, key, names)
-    while (isinstance(node, nodes.Filter) and node.name in _KEEP) or _is_slice(node):
-        assert isinstance(node, (nodes.Filter, nodes.Getitem))
+    while (isinstance(node, nodes.Filter) and node.name in _KEEP) or (
+        isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+    ):
         node = node.node
     match node:
         case nodes.Name(name=name):
@@ -361,7 +362,3 @@ def _is(node: nodes.Node | None, key: str, names: set[str]) -> bool:
         ):
             return bool(value == key)
     return False
-
-
-def _is_slice(node: nodes.Node | None) -> bool:
-    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)

@@ -118,7 +118,8 @@ class PromptWaits:
 
     def _begin(self, prompt: _WaitingPrompt, now_s: float, wait_s: float) -> None:
         prompt.begun = True
-        self.begun_tokens.add(prompt.tokens if prompt.routed_s else 0)
+        if prompt.routed_s:
+            self.begun_tokens.add(prompt.tokens)
         is_long = self.lengths.is_long(prompt.tokens)
         self.by_length["long" if is_long else "short"].add(wait_s)
         if is_long:
@@ -154,18 +155,23 @@ class BucketCounts:
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
+        self.total = 0.0  # sum of all values
         self._bounds = bounds
 
-    def add(self, value: float) -> None:
-        """Count a value."""
-        self.counts[bisect_left(self._bounds, value)] += 1
-        self.total += value
+    def add(self, value: float, times: int = 1) -> None:
+        """Count a value `times` times."""
+        self.counts[bisect_left(self._bounds, value)] += times
+        self.total += value * times
+
+    def merge(self, other: BucketCounts) -> None:
+        """Add the counts of a histogram with the same bounds."""
+        self.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative counts by upper bound."""
-        bounds = (*map(str, self._bounds), "+Inf")
+        bounds = (*map(str, map(float, self._bounds)), "+Inf")
         return list(zip(bounds, accumulate(self.counts), strict=True))
 
 

@@ -96,8 +96,7 @@ class AdmissionController:
         request = waiting.request
         waiting.weight = self._weights.get(request.account, 1.0)
         waiting.accepted = request.is_follower
-        if self.lanes.some:
-            waiting.lane = self.lanes.of(request)
+        waiting.lane = self.lanes.of(request)
         waiting.due_ms = self.lanes.class_of(request).ttft_ms
         self.activity.seen(request.account, waiting.weight, now)
         if request.group and not waiting.returned:

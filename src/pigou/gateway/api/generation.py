@@ -257,6 +257,19 @@ class GenerationAPI:
         headers = passed_on(request.headers)
         return GatewayRun.of(parsed, trace_headers=headers, translation=translation), model
 
+    async def _read_for(
+        self, to: str, run: GatewayRun, data: bytes,
+        parse: Callable[..., tuple[GatewayRun, GatewayModel]], traced: TracedRequest | None,
+    ) -> tuple[GatewayRun, GatewayModel]:  # fmt: skip
+        """Return a request as another model reads it, and that model."""
+        model = self._gateway.routing.find(to)
+        other, _ = await self._gateway.off_loop(data, partial(parse, model))
+        other.payer, other.workload = run.payer, run.workload
+        other.dropped, other.advice, other.degraded = run.dropped, run.advice, run.degraded
+        if traced is not None:
+            traced.take(other)
+        return other, model
+
     async def _degrade(
         self, request: web.Request, run: GatewayRun, model: GatewayModel, data: bytes,
         parse: Callable[..., tuple[GatewayRun, GatewayModel]], traced: TracedRequest | None,
@@ -264,15 +277,7 @@ class GenerationAPI:
         """Return a request as degraded modes that are on let it be served, and its model."""
         headers, first = request.headers, model
         if to := degraded.replaces(run, model, headers):
-            model, original = self._gateway.routing.find(to), run
-            run, _ = await self._gateway.off_loop(data, partial(parse, model))
-            run.workload, run.dropped, run.advice = (
-                original.workload,
-                original.dropped,
-                original.advice,
-            )
-            if traced is not None:
-                traced.take(run)
+            run, model = await self._read_for(to, run, data, parse, traced)
             self._note_degraded(run, first, "model", f"model={to}")
         if degraded.shorten(run, first, headers):
             self._note_degraded(run, first, "max_tokens", f"max_tokens={run.parsed.max_tokens}")
@@ -294,11 +299,8 @@ class GenerationAPI:
         gateway.shutdown.check_open()
         model.metrics.overflowed.labels(overflow.to).inc()
         if not overflow.is_url:
-            fallback = gateway.routing.find(overflow.to)
-            run, _ = await gateway.off_loop(data, partial(parse, fallback))
-            run.overflow, run.payer = model.name, key.payer
-            if traced is not None:
-                traced.take(run)
+            run, fallback = await self._read_for(overflow.to, run, data, parse, traced)
+            run.overflow = model.name
             return await self.serve(request, run, fallback)
         data = await gateway.off_loop(data, partial(with_fields, data, {"model": model.name}))
         bill = partial(request_bill, model.plane_driver)
