@@ -56,6 +56,9 @@ async def test_answers_are_shorter_in_the_mode_alone_and_never_where_it_is_forbi
     async with serving(stub, degrade=(SHORT,)) as fleet:
         turn(fleet, SHORT, on=False)
         assert (await ask(fleet.url))[1] == ""
+        status, _, reply = await ask(fleet.url, headers={"x-pigou-degraded": "maybe"})
+        assert status == 400
+        assert "it may be never" in reply["error"]["message"]
         turn(fleet, SHORT)
         _, said, reply = await ask(fleet.url)
         assert (said, reply["usage"]["completion_tokens"]) == ("max_tokens=4", 4)
@@ -68,9 +71,6 @@ async def test_answers_are_shorter_in_the_mode_alone_and_never_where_it_is_forbi
             await ask(fleet.url, CHAT, response_format={"type": "json_object"}),
         ):
             assert quiet[:2] == (200, "")
-        status, _, reply = await ask(fleet.url, headers={"x-pigou-degraded": "maybe"})
-        assert status == 400
-        assert "it may be never" in reply["error"]["message"]
         text = await page(fleet)
         assert 'pigou_requests_degraded_total{mode="max_tokens",model_name="stub"} 2.0' in text
         assert 'pigou_degraded_mode{mode="max_tokens",model_name="stub"} 1.0' in text

@@ -46,8 +46,8 @@ def active(
     name: Mode, run: GatewayRun, model: GatewayModel, headers: Mapping[str, str]
 ) -> DegradedMode | None:
     """Return a mode that is on for a request; None if not."""
-    mode = model.plane_driver.degradation.active(name, run.workload)
-    return None if mode is None or is_forbidden(headers) else mode
+    forbidden, modes = is_forbidden(headers), model.plane_driver.degradation
+    return None if forbidden else modes.active(name, run.workload)
 
 
 def cache_control(
@@ -59,7 +59,7 @@ def cache_control(
     answers to similar questions too.
     """
     mode = model.plane_driver.degradation.modes.get("cached")
-    if mode is None or is_forbidden(headers) or not mode.serves(run.workload):
+    if is_forbidden(headers) or mode is None or not mode.serves(run.workload):
         return own
     is_on = active("cached", run, model, headers) is not None
     cacheable = is_repeatable(run.parsed) or SAMPLED in own.wants
