@@ -113,6 +113,7 @@ class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):  # mad
     expected: int = 0  # output tokens that its server predicts; 0 for unknown
     payer: str = ""  # account of its weight, counters and quota; empty for its tenant's
     workload: str = ""  # name of its workload class; empty without one
+    salt: str = ""  # of its tenure, if that ends: at `expiry`, or before
 
     @property
     def account(self) -> str:
@@ -238,6 +239,14 @@ class KVQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     floor: _Share = 0.0  # share that is not evicted for others
     ceiling: _Share = 1.0  # above, it goes first, and its requests wait for those of others
+
+
+class EndedTenures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tenures that ended, by the `cache_salt` of their requests."""
+
+    salts: Annotated[
+        list[Annotated[str, msgspec.Meta(max_length=128)]], msgspec.Meta(max_length=1024)
+    ]
 
 
 class EngineLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

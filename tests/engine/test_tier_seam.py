@@ -58,6 +58,10 @@ FAULTS = st.sampled_from(
 )
 
 
+def salt(expiry: int) -> str:
+    return f"tenure1:{'0' * 64}:{expiry}"
+
+
 class TierSeam(Seam):
     """The engine's seam, with tiers of a few blocks and moves that take their time."""
 
@@ -94,7 +98,13 @@ class TierSeam(Seam):
     @rule(length=st.integers(1, 9), start=st.integers(0, 1), lives=st.integers(0, 6))
     def add_for_a_while(self, start: int, length: int, lives: int) -> None:
         """Add a request of a tenure that ends soon."""
-        self.add(start=start, length=length, tail=[], most=3, remote=0, expiry=self.now + lives)
+        until = self.now + lives
+        fields = {"expiry": until, "salt": salt(until)}
+        self.add(start=start, length=length, tail=[], most=3, remote=0, **fields)
+
+    @rule(lives=st.integers(0, 6))
+    def end_tenure(self, lives: int) -> None:
+        self.observe(self.core.clear_cache([salt(self.now + lives)]))
 
     @rule(by=st.integers(1, 4))
     @precondition(lambda self: self.plan is None)

@@ -149,6 +149,27 @@ async def test_an_ended_session_finds_nothing_that_it_left() -> None:
         assert (await ask(fleet, headers={"X-Pigou-Session": "a b"}))[0] == 400
 
 
+async def test_workers_free_what_an_ended_session_left_whichever_gateway_is_told() -> None:
+    told: asyncio.Queue[list[str]] = asyncio.Queue()
+
+    async def end(request: web.Request) -> web.Response:
+        told.put_nowait((await request.json())["salts"])
+        return web.json_response({})
+
+    own = Stub("own", routes={"/v1/kv/end": end})
+    async with serving(own) as fleet:
+        for session in ("a", "a", "b"):
+            await ask(fleet, headers={"X-Pigou-Session": session})
+        first, again, other = (seen.body["cache_salt"] for seen in own.seen)
+        assert first == again != other
+        await call(fleet, "/v1/sessions/a", method="DELETE")
+        assert await told.get() == [first]
+        await call(fleet, "/v1/sessions/a", method="DELETE")  # of which nothing is left
+        await call(fleet, "/v1/sessions/b", method="DELETE")
+        assert await told.get() == [other]
+        assert told.empty()
+
+
 async def test_equal_requests_under_way_are_computed_once() -> None:
     script = Script(held=asyncio.Event())
     stub = Stub("w", script=script)

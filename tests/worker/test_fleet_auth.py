@@ -26,7 +26,7 @@ ROUTES = [
     ("GET", "/v1/models"), ("GET", "/v1/models/tiny"), ("GET", "/metrics"), ("GET", "/version"),
     ("GET", "/load"), ("GET", "/server_info"), ("GET", "/experts"), ("GET", "/kv_event_sources"),
     ("POST", "/reset_prefix_cache"), ("POST", "/tokenize"), ("POST", "/detokenize"),
-    ("GET", "/nowhere"), ("DELETE", "/v1/models"),
+    ("GET", "/nowhere"), ("DELETE", "/v1/models"), ("POST", "/v1/kv/end"),
 ]  # fmt: skip
 
 

@@ -146,6 +146,7 @@ class EngineCore:
         if self._plan is not None:
             raise OutOfTurn("apply the last plan before the next is scheduled")
         self._state.unix_ns = now + self._epoch
+        self._state.free_trees(self._state.tenures.expire(self._state.unix_ns))
         offload = self._state.offload
         if offload is not None:
             offload.offer_pending(self._state.unix_ns)
@@ -256,8 +257,14 @@ class EngineCore:
         truncate(self._state, seq, tokens)
         return self._state.flush(Effects())
 
-    def clear_cache(self) -> Effects:
-        """Clear the prefix cache in all tiers; running requests continue."""
+    def clear_cache(self, salts: Items[str] | None = None) -> Effects:
+        """Clear the prefix cache in all tiers; running requests continue.
+
+        With `salts`, end these tenures: what they cached goes first, and what runs once it ends.
+        """
+        if salts is not None:
+            self._state.free_trees(self._state.tenures.end(salts))
+            return self._state.flush(Effects())
         self._state.prefix.clear()
         if self._state.offload is not None:
             self._state.offload.clear()

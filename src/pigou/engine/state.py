@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 import msgspec
@@ -17,9 +18,10 @@ from pigou.engine.lanes import LongLane
 from pigou.engine.plan import Effects, Finished, Rates, Started
 from pigou.engine.quotas import TenantQuotas
 from pigou.engine.sequence import NO_BLOCKS, Sequence, SequenceState, WaitingQueue
+from pigou.kv.block import hashes_of, keys_of
 from pigou.kv.block_pool import BlockPool, HostPool
 from pigou.kv.memory_price import Floats, MemoryPrice
-from pigou.kv.prefix_cache import PrefixCache
+from pigou.kv.prefix_cache import PrefixCache, TenureRoots
 from pigou.kv.quotas import Accounts, check_quotas
 from pigou.kv.tiers import Tiers
 from pigou.request import (
@@ -110,6 +112,7 @@ class EngineState:
         self._max_step_tokens = config.max_batched_tokens
         self.pool = BlockPool(config.blocks)
         self.prefix = PrefixCache(self.pool)
+        self.tenures = TenureRoots()
         #: Tiers beyond the device; None for the device alone.
         self.offload: KVOffloadConnector | None = None
         if tiers is not None:
@@ -305,6 +308,14 @@ class EngineState:
         """Free blocks of a chain from its beginning; its tail is allocated next."""
         self.note_freed(self.pool.release_chain(blocks))
 
+    def free_trees(self, roots: Items[bytes]) -> None:
+        """Forget blocks and what extends them in all tiers; their idle ones are allocated next."""
+        for root in hashes_of(roots) if roots else ():
+            for block in self.prefix.match(root[None], 1).blocks.tolist():
+                self.note_removed(self.pool.forget_tree(block))
+        if self.offload is not None and roots:
+            self.offload.tiers.drop(roots, self.unix_ns)
+
     def pin_row(self, seq: Sequence, count: int) -> PinnedBlocks:
         """Return the first `count` blocks of a row, still referenced."""
         blocks = self.rows.tables[seq.row, :count].copy()
@@ -356,7 +367,11 @@ class EngineState:
             self.unblock()
 
     def finished(self, seq: Sequence, reason: FinishReason, held: Ints = NO_BLOCKS) -> Finished:
-        """Return the record of a sequence that left its row."""
+        """Return the record of a sequence that left its row; free what an ended tenure left."""
+        if seq.request.salt and len(seq.hashes) and seq.hashes[0].any():
+            root = keys_of(seq.hashes[:1])
+            if self.tenures.note(seq.request.salt, root[0]):
+                self.free_trees(root)
         return Finished(
             request=seq.request.id, reason=reason, prompt=seq.request.prompt,
             cached=max(seq.cached_tokens, 0), generated=seq.length - seq.request.prompt,

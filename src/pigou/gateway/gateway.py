@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from pigou.background import cancel
 from pigou.gateway.auth.budgets import BudgetLedger, read_budgets
 from pigou.gateway.auth.keys import KeyLoads, Keys, current_key, kv_quotas
 from pigou.gateway.caches.layers import Caches
@@ -46,10 +47,12 @@ class Gateway:
     budgets: BudgetLedger = field(init=False)
     server_routes: ServerRoutes = field(default_factory=ServerRoutes, init=False)
     _threads: FairThreadPool = field(default_factory=FairThreadPool, init=False)
+    _ending: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         config = self.config
         self.caches = Caches(config.caches)
+        self.caches.on_session_end = self._end_tenures
         default = read_budgets(config.key_budgets)
         self.budgets = BudgetLedger(
             default, self.keys or (), bool(config.prices), time.monotonic_ns
@@ -75,8 +78,16 @@ class Gateway:
         for model in self.routing:
             model.plane_driver.start()
 
+    def _end_tenures(self, salts: list[str]) -> None:
+        for upstream in [up for model in self.routing for up in model.upstreams]:
+            if not upstream.engine.stock:
+                task = asyncio.create_task(upstream.end_tenures(salts))
+                self._ending.add(task)
+                task.add_done_callback(self._ending.discard)
+
     async def close(self) -> None:
         """Stop threads, drivers and tracer."""
+        await cancel(*self._ending)
         self._threads.close()
         for model in self.routing:
             await model.plane_driver.stop()

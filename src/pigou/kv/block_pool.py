@@ -517,6 +517,25 @@ def forget(
 
 
 @bare_kernel
+def forget_tree(meta: Ints, keys: BlockHashes, counts: Counts, root: int) -> int:
+    """Remove hashes as `forget` does, of a block and its descendants; idle ones go first."""
+    queue, at = meta.shape[0] - 1, root
+    while True:
+        if meta[at, REFS] == 0:
+            unlink(meta, at)
+            discharge(meta, at, 1)
+            link_after(meta, queue, at)
+        after = meta[at, CHILD]
+        while after < 0 and at != root:
+            after = meta[at, YOUNGER]
+            if after < 0:
+                at = meta[at, PARENT]
+        if after < 0:
+            return uncache(meta, keys, counts, root, 0)
+        at = after
+
+
+@bare_kernel
 def clear(meta: Ints, keys: BlockHashes, slots: Ints, counts: Counts) -> None:
     """Remove all hashes; the free queue keeps its order, and takes the blocks of accounts."""
     slots[:] = -1
@@ -638,6 +657,10 @@ class BlockPool:
     def forget(self, table: Ints, start: int, stop: int) -> BlockHashes:
         """Remove the hashes of `table[start:stop]`; return all removed hashes, shape (m, 2)."""
         return self.take_removed(forget(self.meta, self.hashes, self.counts, table, start, stop))
+
+    def forget_tree(self, root: int) -> BlockHashes:
+        """Uncache a block and its descendants, hand idle ones out first; return removed hashes."""
+        return self.take_removed(forget_tree(self.meta, self.hashes, self.counts, root))
 
     def take_removed(self, count: int) -> BlockHashes:
         """Return the first `count` hashes that a kernel removed, shape (count, 2)."""

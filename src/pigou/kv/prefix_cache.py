@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +12,11 @@ import numpy as np
 from pigou.kv import block_pool
 from pigou.kv.block import hashes_of
 from pigou.kv.block_pool import BlockPool
-from pigou.request import BlockHashes, Ints
+from pigou.kv.tenure import salt_expiry
+from pigou.request import NEVER, SECOND, BlockHashes, Ints
+
+#: Tenures of which first blocks are known, and such blocks of each, at most.
+_MAX_TENURES, _MAX_ROOTS = 4096, 256
 
 
 class PrefixMatch(NamedTuple):
@@ -74,3 +81,52 @@ class PrefixCache:
         """Remove all hashes; blocks and references stay."""
         pool = self._pool
         block_pool.clear(pool.meta, pool.hashes, pool.slots, pool.counts)
+
+
+@dataclass(slots=True)
+class _Tenure:
+    expiry: int  # ns since 1970
+    roots: set[bytes] = field(default_factory=set)
+    ended: bool = False
+
+
+class TenureRoots:
+    """Keys of the first blocks of chains by tenure, under which all it left is found at its end."""
+
+    def __init__(self) -> None:
+        self._tenures: OrderedDict[str, _Tenure] = OrderedDict()  # by salt, least recent first
+        self._due = NEVER  # when one expires
+
+    def note(self, salt: str, root: bytes) -> bool:
+        """Note what a request left; True if its tenure has ended, so that it is freed now."""
+        tenure = self._tenure(salt)
+        if not tenure.ended and len(tenure.roots) < _MAX_ROOTS:
+            tenure.roots.add(root)
+            self._due = min(self._due, tenure.expiry)
+        return tenure.ended
+
+    def end(self, salts: Iterable[str]) -> list[bytes]:
+        """End tenures; return the roots to free."""
+        roots: list[bytes] = []
+        for salt in salts:
+            tenure = self._tenure(salt)
+            roots += tenure.roots
+            tenure.roots, tenure.ended = set(), True
+        return roots
+
+    def expire(self, now: int) -> list[bytes]:
+        """Return the roots of tenures that expired, a second late at most."""
+        if now < self._due:
+            return []
+        gone = [salt for salt, tenure in self._tenures.items() if tenure.expiry <= now]
+        roots = [root for salt in gone for root in self._tenures.pop(salt).roots]
+        first = min((tenure.expiry for tenure in self._tenures.values()), default=NEVER)
+        self._due = max(first, now + SECOND)
+        return roots
+
+    def _tenure(self, salt: str) -> _Tenure:
+        tenure = self._tenures.pop(salt, None) or _Tenure(salt_expiry(salt))
+        self._tenures[salt] = tenure
+        if len(self._tenures) > _MAX_TENURES:
+            self._tenures.popitem(last=False)
+        return tenure

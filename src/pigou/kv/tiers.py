@@ -284,6 +284,11 @@ class Tiers:
         for number, tier in enumerate(self.tiers):
             self._delete(number, tier.expire(now))
 
+    def drop(self, keys: Sequence[bytes], now: int) -> None:
+        """Delete blocks and what extends them in all tiers."""
+        for number, tier in enumerate(self.tiers):
+            self._delete(number, tier.drop(keys, now))
+
     def clear(self, now: int) -> None:
         """Delete all blocks in all tiers; the caller publishes the event."""
         for number, tier in enumerate(self.tiers):

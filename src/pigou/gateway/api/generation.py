@@ -144,6 +144,7 @@ class GenerationAPI:
                 response = await self._from_cache(request, run, model, tenure)
             if response is None and gateway.config.degrade:
                 run, model = await self._degrade(request, run, model, data, parse, traced)
+            gateway.caches.note_salt(tenure, run.parsed.salt)
             if response is None:
                 with self._answers.single_flight(run.lookup):
                     if model.overflow is None or OVERFLOW_HEADER in request.headers:

@@ -50,6 +50,8 @@ _SESSION = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 SESSION_HEADER = "x-pigou-session"
 SESSION_TTL_S, MAX_SESSION_TTL_S = 3600, 86_400
 _MAX_STREAM_BYTES, _MAX_SERVED = 2**21, 4096
+#: Sessions whose salts are kept, and salts of each, at most.
+_MAX_SESSIONS, _MAX_SALTS = 4096, 256
 _context = msgspec.json.Decoder(Context)
 _COUNTS = {
     "lookups": "Lookups in a cache above the engine.", "hits": "Lookups that hit.",
@@ -192,6 +194,9 @@ class Caches:
         self.distance = 0.0  # sum over hits of similar questions
         self.is_shared = False  # True if changes go to other gateways
         self.changed: list[ManifestEntry] = []  # those that are to be sent
+        #: Salts of requests by tenant and session, and what is told them once it ends.
+        self._salts: OrderedDict[tuple[str, str], dict[str, None]] = OrderedDict()
+        self.on_session_end: Callable[[list[str]], None] = lambda _: None
         #: False while a change on another gateway could be missed: then every lookup misses.
         self.in_touch: Callable[[], bool] = lambda: True
 
@@ -211,6 +216,19 @@ class Caches:
             )  # fmt: skip
         tenure = replace(tenure, principal=f"{tenure.principal}{SESSION}{session}")
         return self.manifest.bind(tenure).tenure
+
+    def note_salt(self, tenure: Tenure, salt: str) -> None:
+        """Note the salt of a request, if it is of a session."""
+        session = tenure.principal.partition(SESSION)[2]
+        if not session:
+            return
+        key = (tenure.tenant, session)
+        salts = self._salts[key] = self._salts.pop(key, {})
+        salts[salt] = None
+        if len(salts) > _MAX_SALTS:
+            del salts[next(iter(salts))]
+        if len(self._salts) > _MAX_SESSIONS:
+            self._salts.popitem(last=False)
 
     def bind(self, layer: CacheLayer, tenure: Tenure) -> Bound:
         """Return a tenure for a layer, bound to the present manifest."""
@@ -320,4 +338,6 @@ class Caches:
 
     def _sweep(self, entry: ManifestEntry, changed_at: int) -> int:
         now = time.time_ns()
+        if entry.field == "session" and (salts := self._salts.pop((entry.tenant, entry.value), {})):
+            self.on_session_end([*salts])
         return sum(layer.sweep(entry, changed_at, now) for layer in self.layers.values())

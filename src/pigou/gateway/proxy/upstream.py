@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -44,6 +44,7 @@ MAX_TICKET_BYTES = 2**20
 MAX_ERROR_BYTES = 2**20
 _HEADERS = {"content-type": "application/json"}
 OFFER = "/v1/kv/offer"
+END, END_S = "/v1/kv/end", 5.0
 #: Fields that identify a prompt's blocks, besides its tokens.
 _PROMPT_FIELDS = ("model", "cache_salt", "resume_tokens")
 
@@ -381,6 +382,11 @@ class Upstream:
         except (aiohttp.ClientError, OSError, TimeoutError, RuntimeError):
             return None
         return page if status == 200 else None
+
+    async def end_tenures(self, salts: list[str]) -> None:
+        """Let a worker free what tenures have cached; one that does not answer frees it later."""
+        with suppress(aiohttp.ClientError, OSError, TimeoutError, RuntimeError):
+            await self.get(END, END_S, "POST", {"salts": salts})
 
     @asynccontextmanager
     async def passing(

@@ -106,6 +106,8 @@ class Recovered(msgspec.Struct, frozen=True):
 class ClearCache(msgspec.Struct, frozen=True):
     """Clear the prefix cache."""
 
+    salts: list[str] | None = None  # what these tenures have cached alone
+
 
 class SetLimits(msgspec.Struct, frozen=True):
     """Limit running sequences and tokens per step from the next plan on."""

@@ -148,9 +148,9 @@ class EngineClient:
         elif ticket is not None:
             self._put(EndLease(request))
 
-    def clear_cache(self) -> None:
-        """Clear the prefix cache."""
-        self._put(ClearCache())
+    def clear_cache(self, salts: list[str] | None = None) -> None:
+        """Clear the prefix cache, or what tenures have there, which end."""
+        self._put(ClearCache(salts))
 
     def set_limits(
         self, max_seqs: int, max_batched_tokens: int, kv_quotas: dict[str, KVQuota] | None

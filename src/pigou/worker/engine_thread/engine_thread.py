@@ -161,8 +161,8 @@ class EngineThread:
             case Recovered(tier, blocks):
                 assert self.tiers is not None
                 self.tiers.recovered(tier, blocks)
-            case ClearCache():
-                self._take(self._core.clear_cache())
+            case ClearCache(salts):
+                self._take(self._core.clear_cache(salts))
             case SetLimits():
                 self._set_limits(command)
 

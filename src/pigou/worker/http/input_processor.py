@@ -299,6 +299,8 @@ class InputProcessor:
         # Prompt logprobs require computing all of it.
         fetches = ticket is not None and params.prompt_logprobs is None
         deadline_ms, resumed = request.deadline_ms, prompt.resumed
+        salt = request.cache_salt or ""
+        expiry = salt_expiry(salt)
         core = Request(
             id=sequence.id,
             prompt=len(prompt.tokens),
@@ -311,7 +313,8 @@ class InputProcessor:
             deadline=NEVER if deadline_ms is None else arrival + deadline_ms * _MILLISECOND,
             remote=ticket.remote_num_tokens if ticket is not None and fetches else 0,
             hold=asks_to_hold(request.kv_transfer_params),
-            expiry=salt_expiry(request.cache_salt or ""),
+            expiry=expiry,
+            salt="" if expiry == NEVER else salt,
             model=self._model.version(request.model),
         )
         return Add(

@@ -18,8 +18,9 @@ from pigou import __version__
 from pigou.background import Background
 from pigou.config import ConfigError
 from pigou.kv.quotas import check_quotas
+from pigou.kv.tenure import salt_expiry
 from pigou.logs import accessed, describe_access, note_request, traced
-from pigou.request import SECOND, EngineLimits
+from pigou.request import NEVER, SECOND, EndedTenures, EngineLimits
 from pigou.tracing.request_trace import RequestTrace
 from pigou.tracing.tracer import Tracer
 from pigou.tracing.waterfall import spans_view
@@ -73,6 +74,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _R = TypeVar("_R", CompletionRequest, ChatRequest)
+_ENDED = msgspec.json.Decoder(EndedTenures)
 _LIMITS = msgspec.json.Decoder(EngineLimits)
 #: Routes answered even above the connection cap.
 _PROBES = ("/health", "/ping", "/metrics")
@@ -124,6 +126,7 @@ class Routes:
                 post(MESSAGES, self.translated),
                 post(f"{MESSAGES}/count_tokens", self.count_tokens),
                 post("/v1/kv/offer", self.offer),
+                post("/v1/kv/end", self.end_tenures),
                 *(post(path, self.pooled) for path in _POOLED),
                 web.get("/v1/models", self.models, allow_head=False),
                 web.get("/v1/models/{model:.+}", self.model_card, allow_head=False),
@@ -366,6 +369,19 @@ class Routes:
         """Clear the prefix cache."""
         self._service.check_open()
         self._service.clear_cache()
+        return _json({"success": True})
+
+    async def end_tenures(self, request: web.Request) -> web.Response:
+        """Free what tenures have cached (gateway only)."""
+        salts = (await self._bodies.read(request, partial(decoded, _ENDED))).salts
+        self._service.check_open()
+        try:
+            ends = all(salt_expiry(salt) < NEVER for salt in salts)
+        except ValueError:
+            ends = False
+        if not ends:
+            raise bad_request("salts must all be tenure1:DIGEST:EXPIRY.", "salts")
+        self._service.clear_cache(salts)
         return _json({"success": True})
 
     async def set_limits(self, request: web.Request) -> web.Response:
