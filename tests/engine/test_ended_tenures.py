@@ -6,33 +6,33 @@ import pytest
 
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
-from pigou.engine.plan import Finish, Plan, Result
+from pigou.engine.plan import Effects, Plan, Result
 from pigou.kv.hashing import chain
-from pigou.request import SECOND, BlockRemoved, FinishReason, KVQuota, Request
+from pigou.request import SECOND, BlockHashes, BlockRemoved, KVQuota, Request
 
-SIZE, LENGTH, UNTIL = 4, 14, 1_000 * SECOND
-SALTS = {name: f"tenure1:{name * 64}:{UNTIL}" for name in "abcdef"}
+SIZE, LENGTH = 4, 14
+ENDS = {name: SECOND if name == "d" else 99 * SECOND for name in "abcdef"}
+SALTS = {name: f"tenure1:{name * 64}:{end}" for name, end in ENDS.items()}
 
 
 class Scene:
-    """A core of 16 blocks, in which each tenure's prompt has three that are cached."""
+    """A core of 13 blocks, which four prompts of three full blocks each nearly fill."""
 
     def __init__(self, quotas: bool = False) -> None:
-        self.core = EngineCore(EngineConfig(blocks=16, block_size=SIZE, max_model_len=64))
+        self.core = EngineCore(EngineConfig(blocks=13, block_size=SIZE, max_model_len=64))
         if quotas:
             self.core.set_quotas({"t": KVQuota(floor=0.5)})
         self.now, self.removed = 0, set[tuple[int, int]]()
 
-    def begin(self, name: str, id: str, salt: str | None = None) -> Plan:
-        salt = SALTS[name] if salt is None else salt
-        self.core.add(Request(id, LENGTH, 2, keys(name), expiry=UNTIL, salt=salt, tenant="t"))
+    def begin(self, name: str) -> Plan:
+        salt, expiry = SALTS[name], ENDS[name]
+        self.core.add(Request(name, LENGTH, 2, keys(name), expiry=expiry, salt=salt, tenant="t"))
         return self.core.schedule(self.now)
 
-    def apply(self, plan: Plan, *ends: str) -> None:
-        ended = [Finish(id, 1, FinishReason.STOP) for id in ends]
-        self.observe(self.core.apply(plan, Result(finished=ended)))
+    def apply(self, plan: Plan) -> None:
+        self.observe(self.core.apply(plan, Result()))
 
-    def observe(self, effects: object) -> None:
+    def observe(self, effects: Effects) -> None:
         for event in effects.events:
             if isinstance(event, BlockRemoved):
                 self.removed |= {tuple(key) for key in event.hashes.tolist()}
@@ -40,7 +40,7 @@ class Scene:
 
     def run(self, name: str) -> int:
         """Compute one request; return the tokens that it found."""
-        plan = self.begin(name, name)
+        plan = self.begin(name)
         self.apply(plan)
         if name in self.core:
             self.apply(self.core.schedule(self.now))
@@ -52,7 +52,7 @@ class Scene:
         return {name for name in SALTS if self.removed & {tuple(k) for k in keys(name).tolist()}}
 
 
-def keys(name: str):  # type: ignore[no-untyped-def]
+def keys(name: str) -> BlockHashes:
     return chain(list(range(LENGTH)), SIZE, name.encode())
 
 
@@ -63,8 +63,7 @@ def test_what_it_left_goes_first_and_no_other_hit_changes(quotas: bool, at_its_t
     for name in "abcd":  # the last is the most recent
         assert scene.run(name) == 0
     if at_its_ttl:
-        scene.core._state.tenures._tenures[SALTS["d"]].expiry = 1
-        scene.core._state.tenures._due = scene.now = 1
+        scene.now = SECOND
     else:
         scene.observe(scene.core.clear_cache([SALTS["d"], SALTS["f"]]))
     assert scene.run("e") == 0
@@ -74,11 +73,11 @@ def test_what_it_left_goes_first_and_no_other_hit_changes(quotas: bool, at_its_t
 
 def test_what_runs_or_comes_late_is_freed_once_it_ends() -> None:
     scene = Scene()
-    plan = scene.begin("a", "runs")
+    plan = scene.begin("a")
     scene.observe(scene.core.clear_cache([SALTS["a"]]))
     scene.apply(plan)
-    assert "runs" in scene.core
+    assert "a" in scene.core
     scene.apply(scene.core.schedule(0))
-    assert (scene.core.cached_blocks, scene.core.free_blocks) == (0, 16)
+    assert (scene.core.cached_blocks, scene.core.free_blocks) == (0, 13)
     assert [scene.run("a") for _ in range(2)] == [0, 0]
     assert scene.core.cached_blocks == 0
