@@ -59,7 +59,7 @@ FAULTS = st.sampled_from(
 
 
 def salt(expiry: int) -> str:
-    return f"tenure1:{'0' * 64}:{expiry}"
+    return f"tenure1:{'0' * 64}:{max(expiry, 1)}"
 
 
 class TierSeam(Seam):
