@@ -97,7 +97,7 @@ async def test_a_sampled_answer_comes_again_only_in_the_mode_and_within_its_tenu
 async def test_a_smaller_model_answers_and_classes_wait_for_their_own_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By a whole fleet: presets, class header, cap, lanes, and a payer that the smaller model keeps."""
+    """By a whole fleet: presets, class header, cap, lanes; the smaller model keeps the payer."""
     monkeypatch.setattr(generation, "current_key", lambda: replace(NO_KEY, payer="acme"))
     big, small = (
         Stub("big", model="ant", script=Script(held=asyncio.Event())),
