@@ -113,7 +113,7 @@ class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):  # mad
     expected: int = 0  # output tokens that its server predicts; 0 for unknown
     payer: str = ""  # account of its weight, counters and quota; empty for its tenant's
     workload: str = ""  # name of its workload class; empty without one
-    salt: str = ""  # of its tenure, if that ends: at `expiry`, or before
+    salt: str = ""  # salt of the tenure, if that ends: at `expiry`, or before
 
     @property
     def account(self) -> str:

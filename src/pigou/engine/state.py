@@ -18,8 +18,8 @@ from pigou.engine.lanes import LongLane
 from pigou.engine.plan import Effects, Finished, Rates, Started
 from pigou.engine.quotas import TenantQuotas
 from pigou.engine.sequence import NO_BLOCKS, Sequence, SequenceState, WaitingQueue
-from pigou.kv.block import hashes_of, keys_of
-from pigou.kv.block_pool import BlockPool, HostPool
+from pigou.kv.block import HostPool, hashes_of, keys_of
+from pigou.kv.block_pool import BlockPool
 from pigou.kv.memory_price import Floats, MemoryPrice
 from pigou.kv.prefix_cache import PrefixCache, TenureRoots
 from pigou.kv.quotas import Accounts, check_quotas

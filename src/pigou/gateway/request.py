@@ -188,7 +188,7 @@ class GatewayRun:
     held_tokens: int = 0
     quota: RequestQuota = field(default=NO_QUOTA, repr=False)  # share of the key's limits
     on_route: Callable[[Choice], None] | None = field(default=None, repr=False)
-    payer: str = ""  # its key's payer; empty for its tenant
+    payer: str = ""  # payer of the key; empty for its tenant
     overflow: str = ""  # the model that was asked for, where another one serves it
     lookup: AnswerLookup | None = field(default=None, repr=False)  # None if not to be cached
     budget_headers: Mapping[str, str] = field(default_factory=dict, repr=False)

@@ -1,4 +1,4 @@
-"""Blocks of KV in the tiers below the device, and their layout in memory."""
+"""Blocks of KV in host memory and in tiers below the device, and their layout in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import check_fields
-from pigou.request import NEVER, BlockHashes
+from pigou.request import NEVER, BlockHashes, Ints
 
 #: The parent's key of a chain's first block.
 ROOT = b""
@@ -130,3 +130,32 @@ class KVLayout:
     def fingerprint(self) -> str:
         """Return a digest of all fields, 32 hexadecimal digits."""
         return hashlib.blake2b(repr(astuple(self)).encode(), digest_size=16).hexdigest()
+
+
+class HostPool:
+    """Blocks of host memory, each free or owned by one preempted sequence."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self._stack: Ints = np.arange(blocks - 1, -1, -1, dtype=np.int32)
+        self.free = blocks
+
+    def allocate(self, count: int) -> Ints:
+        """Take `count` blocks, at most `free`; return their ids, shape (count,)."""
+        assert count <= self.free, "more host blocks than are free"
+        taken = self._stack[self.free - count : self.free][::-1].copy()
+        self.free -= count
+        return taken
+
+    def release(self, blocks: Ints) -> None:
+        """Return blocks to the pool, shape (n,)."""
+        self._stack[self.free : self.free + len(blocks)] = blocks[::-1]
+        self.free += len(blocks)
+
+    def check(self, owned: Ints) -> None:
+        """Raise an IntegrityError unless each block is either free or `owned`, shape (n,)."""
+        times = np.bincount(self._stack[: self.free], minlength=self.blocks)
+        times += np.bincount(owned, minlength=self.blocks)
+        if len(times) != self.blocks or (times != 1).any():
+            wrong = np.flatnonzero(times != 1)[:8].tolist()
+            raise IntegrityError(f"free and swapped host blocks are not all, once: {wrong}")

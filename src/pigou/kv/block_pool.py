@@ -1,4 +1,4 @@
-"""Pool of device blocks and prefix cache index, and the pool of host blocks for swapped sequences.
+"""Pool of device blocks and prefix cache index.
 
 Arrays of a pool of n blocks: `meta`, int32, columns below: n rows of blocks, those of tenants'
 accounts, and the sentinel of the free queue; `keys`, uint64 (2 n, 2), hashes of cached blocks, else
@@ -16,7 +16,6 @@ from __future__ import annotations
 import numpy as np
 
 from pigou.compiled import bare_kernel, inlined
-from pigou.kv.block import IntegrityError
 from pigou.request import BlockHashes, Counts, Ints
 
 #: Columns of `meta`: reference count; neighbours in the free queue; parent, first child and
@@ -685,32 +684,3 @@ class BlockPool:
     def release_chain(self, table: Ints) -> int:
         """Drop references to a chain; its unshared tail goes first in the free queue."""
         return release_chain(self.meta, self.counts, table)
-
-
-class HostPool:
-    """Blocks of host memory, each free or owned by one preempted sequence."""
-
-    def __init__(self, blocks: int) -> None:
-        self.blocks = blocks
-        self._stack: Ints = np.arange(blocks - 1, -1, -1, dtype=np.int32)
-        self.free = blocks
-
-    def allocate(self, count: int) -> Ints:
-        """Take `count` blocks, at most `free`; return their ids, shape (count,)."""
-        assert count <= self.free, "more host blocks than are free"
-        taken = self._stack[self.free - count : self.free][::-1].copy()
-        self.free -= count
-        return taken
-
-    def release(self, blocks: Ints) -> None:
-        """Return blocks to the pool, shape (n,)."""
-        self._stack[self.free : self.free + len(blocks)] = blocks[::-1]
-        self.free += len(blocks)
-
-    def check(self, owned: Ints) -> None:
-        """Raise an IntegrityError unless each block is either free or `owned`, shape (n,)."""
-        times = np.bincount(self._stack[: self.free], minlength=self.blocks)
-        times += np.bincount(owned, minlength=self.blocks)
-        if len(times) != self.blocks or (times != 1).any():
-            wrong = np.flatnonzero(times != 1)[:8].tolist()
-            raise IntegrityError(f"free and swapped host blocks are not all, once: {wrong}")

@@ -84,7 +84,7 @@ class PrefixCache:
 
 
 @dataclass(slots=True)
-class _Tenure:
+class _LiveTenure:
     expiry: int  # ns since 1970
     roots: set[bytes] = field(default_factory=set)
     ended: bool = False
@@ -94,7 +94,7 @@ class TenureRoots:
     """Keys of the first blocks of chains by tenure, under which all it left is found at its end."""
 
     def __init__(self) -> None:
-        self._tenures: OrderedDict[str, _Tenure] = OrderedDict()  # by salt, least recent first
+        self._tenures: OrderedDict[str, _LiveTenure] = OrderedDict()  # by salt, least recent first
         self._due = NEVER  # when one expires
 
     def note(self, salt: str, root: bytes) -> bool:
@@ -124,8 +124,8 @@ class TenureRoots:
         self._due = max(first, now + SECOND)
         return roots
 
-    def _tenure(self, salt: str) -> _Tenure:
-        tenure = self._tenures.pop(salt, None) or _Tenure(salt_expiry(salt))
+    def _tenure(self, salt: str) -> _LiveTenure:
+        tenure = self._tenures.pop(salt, None) or _LiveTenure(salt_expiry(salt))
         self._tenures[salt] = tenure
         if len(self._tenures) > _MAX_TENURES:
             self._tenures.popitem(last=False)

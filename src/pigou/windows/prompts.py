@@ -86,7 +86,7 @@ class PromptWaits:
         """`prefill_s` forecasts a routed request's own prefill, in seconds."""
         self.lengths = PromptLengths()
         self.by_length = {length: BucketCounts(WAIT_BOUNDS) for length in ("short", "long")}
-        self.begun_tokens = BucketCounts(TOKEN_BOUNDS)  # of prompts whose computation began
+        self.begun_tokens = BucketCounts(TOKEN_BOUNDS)  # lengths of prompts whose computation began
         self._prefill_s = prefill_s
         self._open: dict[str, _WaitingPrompt] = {}
         self._long_s = _RecentMaximum()

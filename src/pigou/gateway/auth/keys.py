@@ -234,7 +234,7 @@ def kv_quotas(options: Iterable[str], keys: Iterable[Key]) -> dict[str, KVQuota]
                 "shares from 0 to 1, as acme=0.1:0.5, or *=0:0.5 for each other tenant"
             ) from None
         quotas[tenant] = quota
-    tenants = {""}  # of requests without keys
+    tenants = {""}  # "": requests without keys
     for key in keys:
         tenants = tenants - {""} | {key.tenant}
         own, tenant = key.limits.kv, key.tenant

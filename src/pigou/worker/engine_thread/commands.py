@@ -106,7 +106,7 @@ class Recovered(msgspec.Struct, frozen=True):
 class ClearCache(msgspec.Struct, frozen=True):
     """Clear the prefix cache."""
 
-    salts: list[str] | None = None  # what these tenures have cached alone
+    salts: list[str] | None = None  # tenures to end; None for the whole cache
 
 
 class SetLimits(msgspec.Struct, frozen=True):

@@ -376,10 +376,10 @@ class Routes:
         salts = (await self._bodies.read(request, partial(decoded, _ENDED))).salts
         self._service.check_open()
         try:
-            ends = all(salt_expiry(salt) < NEVER for salt in salts)
+            expire = all(salt_expiry(salt) < NEVER for salt in salts)
         except ValueError:
-            ends = False
-        if not ends:
+            expire = False
+        if not expire:
             raise bad_request("salts must all be tenure1:DIGEST:EXPIRY.", "salts")
         self._service.clear_cache(salts)
         return _json({"success": True})
