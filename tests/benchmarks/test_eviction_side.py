@@ -53,6 +53,7 @@ def test_the_full_cache_gives_what_transformers_gives(
     assert found.peak_bytes == LENGTH * ENTRY
 
 
+@pytest.mark.slow
 def test_a_streamed_row_never_holds_more_than_its_budget_and_always_as_much(
     tasks: dict[str, Prepared], side: PigouSide
 ) -> None:
@@ -75,6 +76,7 @@ def test_streaming_keeps_sinks_and_a_window(tasks: dict[str, Prepared], side: Pi
         np.testing.assert_allclose(found.mass[:, index], expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_who_knows_the_future_keeps_more_of_it(tasks: dict[str, Prepared], side: PigouSide) -> None:
     most = budget(tasks["cut"].task, 0.25)
     oracle, chance = (side.run(tasks["cut"], name, most).mass for name in ("oracle", "random"))

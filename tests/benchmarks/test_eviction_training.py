@@ -45,6 +45,7 @@ def test_what_lies_there_is_not_trained_again(
     assert "--sequences 7 took 12 s of one core" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CORPUS.is_dir(), reason="no corpus (PIGOU_SHARED)")
 def test_a_copy_of_the_model_gets_both_predictors(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", SHAPE, dtype="float32")

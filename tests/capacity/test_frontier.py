@@ -117,6 +117,7 @@ def test_a_load_shortens_and_speeds_the_same_requests() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_search_marks_a_front_with_the_configured_point_and_a_smaller_chunk_has_a_lower_itl() -> (
     None
 ):

@@ -19,6 +19,7 @@ def test_late_requests_count_when_their_fate_is_known() -> None:
     assert _first([5.0], [False]) is None
 
 
+@pytest.mark.slow
 def test_a_queue_that_builds_up_breaks_the_objective_and_a_healthy_fleet_is_silent() -> None:
     assert set(alarms(0, 1).values()) == {None}
     queue = alarms(6, 1)
