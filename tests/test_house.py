@@ -31,7 +31,7 @@ BUDGETS = {
     "models": 2_680,  # aim 1,000
     "placement": 1_250,
     "kv": 3_800,
-    "engine": 4_080,
+    "engine": 4_085,
     "games": 2_640,
     "performance": 1_910,  # aim 1,750
     "control": 17_170,

@@ -12,8 +12,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pigou.request import KVQuota
-
 #: How an option is written, where the field holds something else than what is typed.
 #: `size`: bytes, as 512MiB. `seconds`: the field is in nanoseconds. `numbers`: NAME=NUMBER,
 #: repeatable. `named`: NAME[,key=value]... `weights`: NAME=weight[,NAME=weight]...
@@ -393,6 +391,16 @@ class LaneConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             return msgspec.convert(values, cls, strict=False)
         except msgspec.ValidationError as error:
             raise ConfigError(f"long_lane: {wrong(error, cls, values)}") from None
+
+
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class KVQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A tenant's shares of a worker's KV blocks on the device."""
+
+    floor: _Share = 0.0  # share that is not evicted for others
+    ceiling: _Share = 1.0  # above, it goes first, and its requests wait for those of others
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

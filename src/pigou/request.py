@@ -12,6 +12,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from pigou.config import KVQuota
+
 #: Nanoseconds in a second. All times in the cores are integer nanoseconds.
 SECOND = 1_000_000_000
 #: Account of all that have no weight of their own, where it has one.
@@ -229,16 +231,6 @@ class Worker:
     def fetch_layout(self) -> str:
         """What two workers must have in common to read each other's caches; "" for none may."""
         return f"{self.layout}@{self.version}" if self.layout and self.version else self.layout
-
-
-_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-
-
-class KVQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A tenant's shares of a worker's KV blocks on the device."""
-
-    floor: _Share = 0.0  # share that is not evicted for others
-    ceiling: _Share = 1.0  # above, it goes first, and its requests wait for those of others
 
 
 class EndedTenures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

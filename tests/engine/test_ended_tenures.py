@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pigou.config import EngineConfig
+from pigou.config import EngineConfig, KVQuota
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Effects, Plan, Result
 from pigou.kv.hashing import chain
-from pigou.request import SECOND, BlockHashes, BlockRemoved, KVQuota, Request
+from pigou.request import SECOND, BlockHashes, BlockRemoved, Request
 
 SIZE, LENGTH = 4, 14
 ENDS = {name: SECOND if name == "d" else 99 * SECOND for name in "abcdef"}

@@ -20,7 +20,7 @@ from test_tier_seam import TierSeam
 from tests.engine.core_oracle import step
 from tests.lib.examples import examples
 
-from pigou.config import ConfigError, EngineConfig, EvictionConfig, LaneConfig
+from pigou.config import ConfigError, EngineConfig, EvictionConfig, KVQuota, LaneConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Rates, Result
 from pigou.kv.block_pool import CEILING, FLOOR, HELD, NEXT, OWNER, REFS, BlockPool, protected
@@ -28,7 +28,7 @@ from pigou.kv.block_pool_checks import check_pool
 from pigou.kv.hashing import chain
 from pigou.kv.prefix_cache import PrefixCache
 from pigou.kv.quotas import Accounts
-from pigou.request import KVQuota, Request
+from pigou.request import Request
 
 TENANTS = ["", "a", "b", "c"]
 

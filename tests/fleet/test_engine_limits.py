@@ -110,7 +110,7 @@ async def test_an_engine_that_is_not_pigou_s_gets_fewer_streams_and_says_what_it
         driver.limits.set_fleet(EngineLimits(3, 64))
         rows = await until(client, lambda rows: rows["vllm-0"]["limits"] is not None)
         assert rows["vllm-0"]["limits"] == {
-            "max_seqs": 3, "max_batched_tokens": None,
+            "max_seqs": 3, "max_batched_tokens": None, "kv_quotas": None,
             "refused": "its engine keeps the limits that it was started with",
         }  # fmt: skip
         assert driver.plane.state.columns.max_seqs.tolist() == [3]

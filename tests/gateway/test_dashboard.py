@@ -165,6 +165,7 @@ async def test_every_metric_is_documented() -> None:
         "pigou_class_",
         "pigou_lane_",
         "pigou_degraded_",
+        "pigou_worker_kv_quotas",
     )  # only with their options
     missing = {name for name in named - exported if not name.startswith(rare)}
     assert missing <= {"pigou_requests_failed_total", "pigou_migrations_total"}

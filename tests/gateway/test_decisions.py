@@ -140,7 +140,7 @@ def test_a_header_is_read_or_refused(text: str) -> None:
 async def test_the_gauges_say_what_the_page_says() -> None:
     async with serving(Stub("a", script=Script(delay_s=0.02)), Stub("b")) as fleet:
         running = [asyncio.create_task(ask(fleet, stream=True, max_tokens=60)) for _ in range(6)]
-        while sum(fleet.metrics.itl._counts) <= 6:
+        while sum(fleet.metrics.itl.counts) <= 6:
             await asyncio.sleep(0.01)
         async with (
             aiohttp.ClientSession() as session,

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from pigou.background import Background
-from pigou.config import ConfigError
+from pigou.config import ConfigError, KVQuota
 from pigou.gateway.auth.keys import Key, KeyLimits, kv_quotas
 from pigou.gateway.engine_limits import EngineLimiter, _ask
-from pigou.request import EngineLimits, KVQuota, Role, Worker
+from pigou.request import EngineLimits, Role, Worker
 from pigou.wire.errors import APIError
 from pigou.wire.fleet_secret import tenant_mark
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 
 import msgspec
 
-from pigou.config import EngineConfig
+from pigou.config import EngineConfig, KVQuota
 from pigou.engine.admission import finish_load, pin_cached
 from pigou.engine.checks import (
     DuplicateRequest,
@@ -30,7 +30,7 @@ from pigou.engine.speculation import DraftPricer, add_drafts
 from pigou.engine.state import EngineState, PinnedBlocks
 from pigou.engine.token_eviction import check_scores
 from pigou.kv.tiers import Tiers
-from pigou.request import NEVER, AllBlocksCleared, FinishReason, Ints, KVQuota, Request, no_hashes
+from pigou.request import NEVER, AllBlocksCleared, FinishReason, Ints, Request, no_hashes
 
 
 class EngineCore:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pigou.config import KVQuota
 from pigou.engine.sequence import Sequence, WaitingQueue
 from pigou.kv.block_pool import CEILING, FLOOR, HELD
 from pigou.kv.prefix_cache import PrefixCache
 from pigou.kv.quotas import Accounts
-from pigou.request import KVQuota
 
 
 class TenantQuotas:

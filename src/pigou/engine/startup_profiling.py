@@ -98,6 +98,7 @@ def warm_up() -> None:
     pool.release_chain(block)
     pool.open_accounts(1)
     pool.available(pool.nobody)
+    pool.forget_tree(0)
 
 
 def _warm_up_config(

@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 
 from pigou.background import Background
+from pigou.config import KVQuota
 from pigou.gateway.failure import WorkerFailed
 from pigou.gateway.proxy.upstream import Upstream
-from pigou.request import EngineLimits, KVQuota
+from pigou.request import EngineLimits
 from pigou.wire.bodies import REPLIES
 from pigou.wire.errors import DECODING_ERRORS, APIError
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, KVQuota
 from pigou.kv.block_pool import HELD, BlockPool
-from pigou.request import KVQuota
 
 #: Name of the quota of each tenant that has none of its own.
 EACH_OTHER = "*"

@@ -133,7 +133,7 @@ def test_the_chart_renders_the_helm_values(planned: tuple[dict[str, Any], Path])
         (["--gpus", "H100:2,h100:3"], "names H100 twice"),
         (["--prices", "H200=1"], "--gpus has none"),
         (["--prices", "H100=0"], "above 0"),
-        (["--prices", "H100=-1"], "prices has 'H100=-1'"),
+        (["--prices", "H100=-1"], "prices has H100=-1"),
         (["--prices", "H100=2,h100=3"], "H100 twice"),
         (["--prices", "dram=3,H100=2"], "--gpus has none"),
         (["--slo", "ttft=1,p=3"], "p"),

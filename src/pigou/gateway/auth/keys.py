@@ -17,11 +17,11 @@ from pathlib import Path
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds
+from pigou.config import ConfigError, KVQuota, check_bounds
 from pigou.control.admission.budgets import PERIODS
 from pigou.gateway.auth.tenure import OPEN_POLICY, KeyPolicy, TenureChoices, TenureDefaults
 from pigou.kv.quotas import EACH_OTHER, check_quotas
-from pigou.request import SECOND, KVQuota
+from pigou.request import SECOND
 from pigou.small_file import read_text
 from pigou.wire.errors import APIError
 from pigou.wire.fleet_secret import tenant_mark

@@ -9,10 +9,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from pigou.config import KVQuota
 from pigou.engine.plan import Finished, Plan, Result
 from pigou.engine.state import EngineStats, PinnedBlocks
 from pigou.kv.block import Block
-from pigou.request import BlockHashes, Ints, KVQuota, Request, SamplingParams
+from pigou.request import BlockHashes, Ints, Request, SamplingParams
 from pigou.runtime.step_output import RankedLogprobs, StepOutput
 
 if TYPE_CHECKING:

@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVarTuple
 
+from pigou.config import KVQuota
 from pigou.engine.plan import Finished
 from pigou.logs import about
-from pigou.request import FinishReason, KVQuota, Request
+from pigou.request import FinishReason, Request
 from pigou.runtime.step_output import RankedLogprobs as Report
 from pigou.wire.errors import REQUEST_FAILED, APIError
 from pigou.worker.engine_thread.commands import (
