@@ -31,7 +31,9 @@ Rows = dict[str, dict[str, Any]]
 
 def limited(max_seqs: int, tokens: int, count: int) -> Callable[[Rows], bool]:
     """Whether so many workers are up, and all have these limits."""
-    wanted = {"max_seqs": max_seqs, "max_batched_tokens": tokens, "refused": None}
+    wanted = {
+        "max_seqs": max_seqs, "max_batched_tokens": tokens, "kv_quotas": None, "refused": None,
+    }  # fmt: skip
 
     def law(rows: Rows) -> bool:
         up = [row for row in rows.values() if row["state"] == "up"]
