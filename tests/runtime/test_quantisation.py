@@ -63,6 +63,10 @@ def test_int8_products_equal_those_of_dequantised_weights(
         assert error(got, wanted) < (6e-3 if dtype is torch.bfloat16 else 1e-4)
 
 
+@pytest.mark.skipif(
+    not Int8Product.supports(torch.zeros(64, 64, dtype=torch.int8), 0),
+    reason="this CPU has no AVX-512 VNNI: int8 products are PyTorch's, by floats",
+)
 @given(st.integers(1, 40), st.integers(0, 39), st.floats(-6, 6))
 def test_a_row_of_an_int8_product_depends_on_no_other(rows: int, row: int, power: float) -> None:
     product = make_linear(grouped(noise(70, 52), 0), None, torch.float32)
