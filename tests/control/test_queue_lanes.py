@@ -142,12 +142,12 @@ def test_a_lane_starves_if_others_are_served_while_it_waits() -> None:
     assert send(plane, "l0", 2000)
     assert send(plane, "s0")
     assert not send(plane, "l1", 2000)
-    (state,) = plane.admission.lane_states(STARVES_AFTER + 2)
+    (state,) = plane.admission.lanes.states(plane.queue, STARVES_AFTER + 2)
     assert not state.starves  # nobody was served since
     assert send(plane, "s1", at=SECOND)
-    (state,) = plane.admission.lane_states(STARVES_AFTER + 2)
+    (state,) = plane.admission.lanes.states(plane.queue, STARVES_AFTER + 2)
     assert (state.starves, state.waiting, state.lane.is_long) == (True, 1, True)
-    (state,) = plane.admission.lane_states(STARVES_AFTER // 2)
+    (state,) = plane.admission.lanes.states(plane.queue, STARVES_AFTER // 2)
     assert not state.starves
 
 

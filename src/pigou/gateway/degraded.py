@@ -9,7 +9,6 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.control.degradation import DegradedMode, Mode
-from pigou.gateway.caches.answers import is_repeatable
 from pigou.gateway.caches.layers import SAMPLED, SEMANTIC, CacheControl
 from pigou.gateway.gateway import Gateway
 from pigou.gateway.model_routing import GatewayModel
@@ -51,9 +50,10 @@ def active(
 
 
 def cache_control(
-    own: CacheControl, run: GatewayRun, model: GatewayModel, headers: Mapping[str, str]
-) -> CacheControl:
-    """Return what a request may have of the cache of answers.
+    own: CacheControl, cacheable: bool, run: GatewayRun, model: GatewayModel,
+    headers: Mapping[str, str],
+) -> CacheControl:  # fmt: skip
+    """Return what a request may have of the cache of answers; `cacheable` without the mode.
 
     Where the mode is configured, sampled answers are stored. While it is on, they are found, and
     answers to similar questions too.
@@ -62,7 +62,6 @@ def cache_control(
     if is_forbidden(headers) or mode is None or not mode.serves(run.workload):
         return own
     is_on = active("cached", run, model, headers) is not None
-    cacheable = is_repeatable(run.parsed) or SAMPLED in own.wants
     return replace(
         own, reads=own.reads and (cacheable or is_on),
         wants=own.wants | ({SAMPLED, SEMANTIC} if is_on else {SAMPLED}),

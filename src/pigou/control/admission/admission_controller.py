@@ -18,7 +18,7 @@ from pigou.control.admission.admission_queue import (
     TenantQuota,
 )
 from pigou.control.admission.fair_order import TenantOrder
-from pigou.control.admission.lanes import LaneState, QueueLanes
+from pigou.control.admission.lanes import QueueLanes
 from pigou.control.admission.queue_order import QueuedRequest, QueueLane, QueueOrder, load
 from pigou.control.admission.usage_prices import fleet_rates
 from pigou.control.admission.worker_capacity import (
@@ -180,14 +180,16 @@ class AdmissionController:
 
         Long prompts and short requests leave each other what they are owed.
         """
-        workers = int(np.count_nonzero(state.columns.decodes))
-        lanes = self.lanes.full(self.queue.lanes, workers)
+        lanes, workers = self.full(state), int(np.count_nonzero(state.columns.decodes))
         if not waiting.returned and self.lanes.at_cap(waiting, workers):
             return lanes | {waiting.lane}
         if self.lanes.long_lane is None:
             return None
-        is_long = waiting.lane.is_long
-        return lanes | {lane for lane in self.queue.lanes if lane.is_long == is_long}
+        return lanes | self._lanes(is_long=waiting.lane.is_long)
+
+    def _lanes(self, *, is_long: bool) -> set[QueueLane]:
+        """Return the lanes of waiting long prompts, or of the others."""
+        return {lane for lane in self.queue.lanes if lane.is_long == is_long}
 
     def full(self, state: FleetState) -> set[QueueLane]:
         """Return the lanes whose classes have all their streams."""
@@ -195,16 +197,11 @@ class AdmissionController:
             return set()
         return self.lanes.full(self.queue.lanes, int(np.count_nonzero(state.columns.decodes)))
 
-    def lane_states(self, now: int) -> list[LaneState]:
-        """Return the lanes of waiting requests."""
-        return list(self.lanes.states(self.queue, now))
-
     def is_next(self, waiting: QueuedRequest, now: int, state: FleetState) -> bool:
         """True if a queued request goes next in its lane."""
         up, blocked = state.row, self.full(state)
         if self.lanes.long_lane is not None:
-            is_long = waiting.lane.is_long
-            blocked |= {lane for lane in self.queue.lanes if lane.is_long != is_long}
+            blocked |= self._lanes(is_long=not waiting.lane.is_long)
         skip = [
             limits
             for limits in self.queue.limits()

@@ -36,8 +36,8 @@ def pages(gateway: Gateway) -> APIPages:
     federation = WorkerFederation(gateway.routing)
 
     async def workers() -> WorkerPages:
-        text = (await federation.page()).decode(errors="replace")
-        return await asyncio.to_thread(lambda: MetricPage.read(text).by_label("worker"))
+        pages = [(page.labels["worker"], page.text) for page in await federation.pages()]
+        return await asyncio.to_thread(lambda: {w: MetricPage.read(t) for w, t in pages if t})
 
     diagnosis = GatewayDiagnosis(page, gateway.routing.view, workers=workers)
 

@@ -164,9 +164,9 @@ class GenerationAPI:
     ) -> web.StreamResponse | None:
         """Answer from the cache of answers, or wait for an equal request; None on a miss."""
         gateway, parsed = self._gateway, run.parsed
-        control = CacheControl.read(request.headers)
-        own, cacheable = control, answers.is_repeatable(parsed) or SAMPLED in control.wants
-        control = degraded.cache_control(own, run, model, request.headers)
+        own = CacheControl.read(request.headers)
+        cacheable = answers.is_repeatable(parsed) or SAMPLED in own.wants
+        control = degraded.cache_control(own, cacheable, run, model, request.headers)
         scope = model.scope(gateway.config.release)
         whole = scope.whole(tenure, parsed.fields, parsed.body, chat=parsed.chat)
         run.lookup = self._answers.ask(run, whole, control)

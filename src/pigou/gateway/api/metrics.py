@@ -150,19 +150,17 @@ def _queue_families(driver: PlaneDriver) -> Iterator[Metric]:
     """Yield waiting requests by class and lane where they wait apart, and degraded modes."""
     admission, degradation = driver.plane.admission, driver.degradation
     if admission.lanes.some:
-        states = admission.lane_states(time.monotonic_ns())
+        states = list(admission.lanes.states(admission.queue, time.monotonic_ns()))
         labels = [
             (class_label(one.lane.workload), "long" if one.lane.is_long else "short")
             for one in states
         ]
-        for name, help, values in (
-            ("requests", "Requests that wait, by lane.", [one.waiting for one in states]),
-            ("wait_seconds", "Wait of a lane's oldest request.", [one.waited_s for one in states]),
-            (
-                "starves", "1 if a lane waits for 10 s while others are served.",
-                [float(one.starves) for one in states],
-            ),
-        ):  # fmt: skip
+        for name, help, value in (
+            ("requests", "Requests that wait, by lane.", "waiting"),
+            ("wait_seconds", "Wait of a lane's oldest request.", "waited_s"),
+            ("starves", "1 if a lane waits for 10 s while others are served.", "starves"),
+        ):
+            values = [float(getattr(one, value)) for one in states]
             samples = list(zip(labels, values, strict=True))
             yield gauge_family(f"pigou_lane_{name}", help, samples, "class", "lane")
     if degradation.modes:
@@ -272,7 +270,8 @@ class WorkerFederation:
             self._round = asyncio.create_task(self._collect(), name="federation")
         return await asyncio.shield(self._round)
 
-    async def _collect(self) -> bytes:
+    async def pages(self) -> list[WorkerPage]:
+        """Return each worker's page."""
         targets: dict[str, tuple[Upstream, dict[str, str]]] = {}
         for model in self._models:
             rows = {row.id: row for row in model.fleet_status.rows()}
@@ -283,9 +282,10 @@ class WorkerFederation:
                     "pool": "" if row is None else row.pool, MODEL: model.served_name,
                 }  # fmt: skip
                 targets.setdefault(worker.url, (upstream, labels))  # a frontend of several: once
-        return await asyncio.to_thread(
-            federated, await asyncio.gather(*(self._page(*target) for target in targets.values()))
-        )
+        return await asyncio.gather(*(self._page(*target) for target in targets.values()))
+
+    async def _collect(self) -> bytes:
+        return await asyncio.to_thread(federated, await self.pages())
 
     async def _page(self, upstream: Upstream, labels: dict[str, str]) -> WorkerPage:
         page = await upstream.page("/metrics", self._timeout_s)
