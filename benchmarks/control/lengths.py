@@ -176,8 +176,8 @@ def main() -> None:
             ))  # fmt: skip
     print(f"{'predictor':12} {'FCFS s':>8} {'SRPT s':>8} {'ratio':>6} {'spread':>12} {'tau':>5}"
           "  P99 of each class, the worst of the seeds")  # fmt: skip
-    for predictor, found in rows.items():
-        fcfs, srpt, tau, *p99 = np.array(found).T
+    for predictor, figures in rows.items():
+        fcfs, srpt, tau, *p99 = np.array(figures).T
         ratios = srpt / fcfs
         print(
             f"{predictor:12} {fcfs.mean():8.2f} {srpt.mean():8.2f} {srpt.sum() / fcfs.sum():6.3f} "

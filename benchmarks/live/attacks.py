@@ -61,7 +61,7 @@ class Session:
     url: str
     rng: Random
     end: float
-    found: Figures = field(default_factory=Figures)
+    figures: Figures = field(default_factory=Figures)
 
     async def send(self, key: str, prompt: list[int], output: int) -> tuple[float, int]:
         """Return TTFT in seconds and output tokens; raise `ConnectionError` if refused."""
@@ -100,8 +100,8 @@ class Session:
                     await asyncio.sleep(1.0)
                     continue
                 first = 0.0
-            self.found.good += 0.0 < late + first <= TTFT_SLO_S
-            self.found.ttfts.append(late + first if first else self.end - intended)
+            self.figures.good += 0.0 < late + first <= TTFT_SLO_S
+            self.figures.ttfts.append(late + first if first else self.end - intended)
             return
 
     async def attacker(self, play: str, number: int) -> None:
@@ -117,13 +117,13 @@ class Session:
                 turn = turn % TURNS + 1
                 prompt, output = self.prompt(2000 + number, TURN * turn, 1), 4 * OUTPUT
             patience = PATIENCE_S if play == "retry-storm" else None
-            self.found.attempts += 1
+            self.figures.attempts += 1
             try:
                 async with asyncio.timeout(patience):
                     _, tokens = await self.send(key(own), prompt, output)
-                self.found.tokens += tokens * (play not in ("cache-flood", "cost-bomb"))
+                self.figures.tokens += tokens * (play not in ("cache-flood", "cost-bomb"))
             except ConnectionError:
-                self.found.refused += 1
+                self.figures.refused += 1
                 await asyncio.sleep(0.02 if play == "retry-storm" else 1.0)
             except TimeoutError:
                 pass
@@ -154,7 +154,7 @@ async def play_once(url: str, play: str, args: argparse.Namespace) -> Figures:
             *(session.victim(name, args.rate) for name in VICTIMS),
             *(session.attacker(play, number) for number in range(args.open)),
         )
-        return session.found
+        return session.figures
 
 
 def main() -> None:
@@ -189,9 +189,9 @@ def attacked(
         return {play: asyncio.run(play_once(url, play, args)) for play in args.play}
 
 
-def _show(order: str, found: dict[str, Figures]) -> None:
-    honest = found["honest"]
-    for play, one in found.items():
+def _show(order: str, figures: dict[str, Figures]) -> None:
+    honest = figures["honest"]
+    for play, one in figures.items():
         p99, before = np.percentile(one.ttfts, 99), np.percentile(honest.ttfts, 99)
         good = (one.good / len(one.ttfts)) / max(honest.good / len(honest.ttfts), 1e-9)
         gain = one.tokens / max(1, honest.tokens)

@@ -116,12 +116,12 @@ def rows(traces: Path, seeds: int, lengths: str) -> Iterator[str]:
     """Yield the lines of the table."""
     names = (FREE, *POLICIES) if lengths == "mean" else (FREE, "toll", CERTAIN)
     for case in SHORTAGES:
-        found = {
+        runs = {
             name: [run(traces, case, name, seed, lengths) for seed in range(1, seeds + 1)]
             for name in names
         }
-        base = [mean for mean, _ in found[FREE]]
-        for name, each in found.items():
+        base = [mean for mean, _ in runs[FREE]]
+        for name, each in runs.items():
             means, hits = zip(*each, strict=True)
             off, low, high = paired(means, base)
             yield (

@@ -464,8 +464,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             check_bounds("long_lane: tokens", self.lane.tokens, le=self.max_batched_tokens)
         if self.kv_quotas and self.eviction is not None:
             raise ConfigError(
-                "kv_quotas and eviction are given; entries are given up by return, whoever's they "
-                "are: leave one out, or give eviction floors"
+                "kv_quotas and eviction are given; entries are evicted by return, not by tenant: "
+                "leave one out, or give eviction floors"
             )
         if self.max_background_tokens and self.order != "priority":
             raise ConfigError(

@@ -31,7 +31,7 @@ async def test_a_play_serves_victims_and_counts_the_attackers_jobs(keys: Keys, p
     control = ControlConfig(admission={"order": "fair"})
     args = argparse.Namespace(seed=1, seconds=0.5, rate=20.0, open=2)
     async with serving(Stub("a"), keys=keys, control=control) as fleet:
-        found = await attacks.play_once(fleet.url, play, args)
-    assert len(found.ttfts) > 0
-    assert (found.tokens > 0) is (play != "cost-bomb")
-    assert found.attempts > 0
+        figures = await attacks.play_once(fleet.url, play, args)
+    assert len(figures.ttfts) > 0
+    assert (figures.tokens > 0) is (play != "cost-bomb")
+    assert figures.attempts > 0

@@ -60,7 +60,7 @@ class EvaluatedSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClassTuning(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search found; figures in the order of the classes."""
+    """Result of a search; figures in the order of the classes."""
 
     configured: EvaluatedSettings  # as started
     chosen: EvaluatedSettings  # for the worst-off class

@@ -237,8 +237,8 @@ def heir_of(meta: Ints, block: int) -> int:
 def victim_queue(meta: Ints, own: int, head: int, held: int) -> int:
     """Return the account whose first block goes next for one of `own`; -1 for nobody's.
 
-    Blocks within others' floors go last: callers ask `protected` before. `head` and `held` are
-    columns: of queues (`NEXT`, `HELD`), or of `peek`.
+    Blocks within others' floors go last: callers ask `protected` before. The columns `head` and
+    `held` are `NEXT` and `HELD`, or `CURSOR` and `LEFT` for `peek`.
     """
     queue = meta.shape[0] - 1
     while True:
