@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from pigou.config import ConfigError, EngineConfig, EvictionConfig, check_bounds
+from pigou.config import ConfigError, EngineConfig, EvictionConfig, KVQuota, check_bounds
 from pigou.control.lengths import Online
 from pigou.engine.adapters import AdapterSlots
 from pigou.engine.block_table import WORK_ROWS, Rows, remove_row
@@ -32,7 +32,6 @@ from pigou.request import (
     FinishReason,
     Ints,
     KVEvent,
-    KVQuota,
     no_hashes,
 )
 
