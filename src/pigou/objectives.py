@@ -203,6 +203,11 @@ class Objectives:
         fits = (one.name for one in self.classes if one.matches(headers, key, model, prompt_tokens))
         return next(fits, "")
 
+    def values_of(self, header: str) -> list[str]:
+        """Return the values of a header by which requests choose a class."""
+        pairs = (entry.header.partition("=") for entry in self.classes)
+        return [value for name, _, value in pairs if name == header]
+
     def slo_of(self, name: str) -> Slo | None:
         """Return a class's objective; None without one."""
         return next((entry.slo for entry in self.classes if entry.name == name), self.slo)

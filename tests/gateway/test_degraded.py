@@ -18,7 +18,7 @@ from pigou.fleet.config import DeclaredModel
 from pigou.gateway.api import generation
 from pigou.gateway.auth.keys import NO_KEY
 from pigou.gateway.config import GatewayConfig
-from pigou.objectives import PRESETS
+from pigou.objectives import PRESETS, Objectives
 from pigou.request import SECOND
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -74,6 +74,33 @@ async def test_answers_are_shorter_in_the_mode_alone_and_never_where_it_is_forbi
         text = await page(fleet)
         assert 'pigou_requests_degraded_total{mode="max_tokens",model_name="stub"} 2.0' in text
         assert 'pigou_degraded_mode{mode="max_tokens",model_name="stub"} 1.0' in text
+
+
+@pytest.mark.parametrize(
+    ("headers", "told"),
+    [
+        ({"X-Pigou-Class": "voise"}, "x-pigou-class is 'voise'; it may be voice, night"),
+        ({"X-Pigou-Class": "long"}, "it may be voice, night"),  # no class that is chosen by name
+        ({"X-Pigou-Clas": "voice"}, "X-Pigou-Clas is no request header"),
+        ({"X-Pigou-Degraded": "maybe"}, "it may be never"),
+    ],
+)
+@pytest.mark.parametrize("path", [TEXT, CHAT, "/v1/embeddings"])
+async def test_a_header_that_nothing_honours_is_refused(
+    headers: dict[str, str], told: str, path: str
+) -> None:
+    classes = (
+        RequestClassConfig(name="voice", preset="realtime"),
+        RequestClassConfig(name="night", preset="batch", header="x-pigou-class=night"),
+        RequestClassConfig(name="long", preset="document", min_prompt_tokens=9999),
+    )
+    objectives = Objectives(classes=tuple(one.workload_class for one in classes))
+    async with serving(Stub("w"), objectives=objectives) as fleet:
+        status, _, reply = await ask(fleet.url, path, headers=headers)
+        assert (status, told in reply["error"]["message"]) == (400, True), reply
+        assert (await ask(fleet.url, headers={"X-Pigou-Class": "night"}))[0] == 200
+    async with serving(Stub("w")) as fleet:
+        assert (await ask(fleet.url, path, headers=headers))[0] == 400
 
 
 async def test_a_sampled_answer_comes_again_only_in_the_mode_and_within_its_tenure() -> None:

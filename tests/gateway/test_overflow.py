@@ -77,6 +77,31 @@ async def test_what_is_refused_goes_at_once_and_bad_requests_go_nowhere() -> Non
         first.cancel()
 
 
+async def test_tenures_share_no_cached_prefix_in_another_fleet() -> None:
+    far = Stub("far", model="ant")
+    runner = await far.start()
+    full = Stub("full", model="ant", script=Script(held=asyncio.Event()))
+    models = (DeclaredModel(name="ant", overflow=Overflow(to=far.url, price_s=0.05)),)
+    body = {"model": "ant", "prompt": "x", "max_tokens": 2}
+    try:
+        async with attached(full, models=models, control=ONE) as (_, client):
+            url = client.url + "/v1/completions"
+            held = [
+                asyncio.create_task(
+                    client.session.post(url, json=body, headers={"X-Pigou-Tenure-Principal": name})
+                )
+                for name in "abaab"
+            ]
+            while len(far.seen) < 4:
+                await asyncio.sleep(0.01)
+            salts = {request.body["cache_salt"] for request in far.seen}
+            assert len(salts) == 2
+            for task in held:
+                task.cancel()
+    finally:
+        await runner.cleanup()
+
+
 async def test_requests_go_to_another_fleet_and_do_not_overflow_there_again() -> None:
     far = Stub("far", model="ant")
     runner = await far.start()

@@ -14,10 +14,8 @@ from pigou.gateway.gateway import Gateway
 from pigou.gateway.model_routing import GatewayModel
 from pigou.gateway.proxy.overflow import OVERFLOW_HEADER
 from pigou.gateway.request import GatewayRun
-from pigou.wire.errors import bad_request
+from pigou.gateway.request_parsing import DEGRADED_HEADER
 
-#: Names the modes in a reply; `never` in a request forbids them.
-DEGRADED_HEADER, NEVER = "x-pigou-degraded", "never"
 #: Tokens of a completion that does not say how many.
 _DEFAULT_TOKENS = 16
 
@@ -33,20 +31,12 @@ def check_modes(gateway: Gateway) -> None:
             )
 
 
-def is_forbidden(headers: Mapping[str, str]) -> bool:
-    """True if a request forbids degraded modes; raise `APIError` 400 for another value."""
-    value = headers.get(DEGRADED_HEADER)
-    if value not in (None, NEVER):
-        raise bad_request(f"{DEGRADED_HEADER} is {value[:40]!r}; it may be never.", DEGRADED_HEADER)
-    return value is not None
-
-
 def active(
     name: Mode, run: GatewayRun, model: GatewayModel, headers: Mapping[str, str]
 ) -> DegradedMode | None:
     """Return a mode that is on for a request; None if not."""
-    forbidden, modes = is_forbidden(headers), model.plane_driver.degradation
-    return None if forbidden else modes.active(name, run.workload)
+    modes = model.plane_driver.degradation
+    return None if DEGRADED_HEADER in headers else modes.active(name, run.workload)
 
 
 def cache_control(
@@ -59,7 +49,7 @@ def cache_control(
     answers to similar questions too.
     """
     mode = model.plane_driver.degradation.modes.get("cached")
-    if is_forbidden(headers) or mode is None or not mode.serves(run.workload):
+    if DEGRADED_HEADER in headers or mode is None or not mode.serves(run.workload):
         return own
     is_on = active("cached", run, model, headers) is not None
     return replace(

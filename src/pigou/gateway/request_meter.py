@@ -13,12 +13,13 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from pigou.control.admission.queue_order import QueuedRequest
+from pigou.control.planner.config import CLASS_HEADER
 from pigou.gateway.request import GatewayRun, MeteredRun
 from pigou.metric_rows import counter_family, gauge_family
 from pigou.objectives import AttainmentCounter, Objectives, class_label
 from pigou.request import SECOND, Request
 from pigou.windows.builder import MeteredWindow
-from pigou.wire.errors import APIError
+from pigou.wire.errors import APIError, bad_request
 
 #: Nanoseconds of the requests that the recent attainment is of, and the most of them.
 RECENT_NS, _MAX_RECENT = 300 * SECOND, 65_536
@@ -108,6 +109,17 @@ class RequestMeter:
         for metered in self._open.values():
             work[metered.account] = work.get(metered.account, 0.0) + metered.work
         return work
+
+    def class_named(self, run: GatewayRun, headers: Mapping[str, str]) -> str:
+        """Return the class of a client's request; raise `APIError` 400 for an unknown name."""
+        objectives, name = self.objectives, headers.get(CLASS_HEADER)
+        known = objectives.values_of(CLASS_HEADER)
+        if name is not None and name not in known:
+            names = f"it may be {', '.join(known)}" if known else "no class here is named so"
+            raise bad_request(f"{CLASS_HEADER} is {name[:40]!r}; {names}.", CLASS_HEADER)
+        if not objectives.classes:
+            return ""
+        return objectives.name_of(run.parsed.tenant, run.prompt_tokens, headers, self.model())
 
     def class_of(self, request: Request) -> str:
         """Return a control plane request's class."""

@@ -43,6 +43,14 @@ _raw_list = msgspec.json.Decoder(list[msgspec.Raw] | None)
 #: The tenure of a request of which nothing is known or said.
 NOTHING = Tenure()
 ROUTING_HEADER = "X-Pigou-Routing"
+#: Names degraded modes in a reply; `never` in a request forbids them.
+DEGRADED_HEADER, _NEVER = "x-pigou-degraded", "never"
+#: Pigou's headers of requests, beside those of a tenure.
+_HEADERS = frozenset({
+    "x-pigou-cache", "x-pigou-class", "x-pigou-degraded", "x-pigou-fleet-nonce",
+    "x-pigou-fleet-proof", "x-pigou-fleet-tenant", "x-pigou-overflow", "x-pigou-prefix-advice",
+    "x-pigou-routing", "x-pigou-session",
+})  # fmt: skip
 _OVERRIDE_NAME = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
 _MAX_OVERRIDES = 32
 
@@ -84,6 +92,19 @@ class ServerScope:
 def digest(text: bytes) -> str:
     """Return a digest of a long text, 32 hexadecimal digits."""
     return blake2b(text, digest_size=16).hexdigest()
+
+
+def check_headers(headers: Mapping[str, str]) -> None:
+    """Raise `APIError` 400 for an unknown `X-Pigou-` header, or an unknown degraded mode."""
+    for name, value in headers.items():
+        lower = name.lower()
+        if not lower.startswith("x-pigou-") or lower.startswith("x-pigou-tenure"):
+            continue
+        if lower not in _HEADERS:
+            names = ", ".join(sorted(_HEADERS))
+            raise bad_request(f"{name[:60]} is no request header; these are: {names}.", name[:60])
+        if lower == DEGRADED_HEADER and value != _NEVER:
+            raise bad_request(f"{lower} is {value[:40]!r}; it may be {_NEVER}.", lower)
 
 
 @lru_cache(maxsize=4096)

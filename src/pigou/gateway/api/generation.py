@@ -43,7 +43,6 @@ from pigou.gateway.caches.semantic import (
     split_text,
     unit,
 )
-from pigou.gateway.degraded import DEGRADED_HEADER
 from pigou.gateway.gateway import Gateway
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.model_routing import GatewayModel
@@ -54,7 +53,13 @@ from pigou.gateway.proxy.relay import Relay
 from pigou.gateway.proxy.spans import TracedRequest, traced_request, within_leg
 from pigou.gateway.proxy.writer import ClientStalled, SSEWriter
 from pigou.gateway.request import CHAT, COMPLETIONS, GatewayRun
-from pigou.gateway.request_parsing import ROUTING_HEADER, read, read_overrides
+from pigou.gateway.request_parsing import (
+    DEGRADED_HEADER,
+    ROUTING_HEADER,
+    check_headers,
+    read,
+    read_overrides,
+)
 from pigou.kv.tenure import Tenure
 from pigou.logs import describe_access, note_request
 from pigou.request import SECOND
@@ -112,6 +117,7 @@ class GenerationAPI:
         with traced_request(gateway.tracer, request.headers, request.path, address) as traced:
             gateway.shutdown.check_open()
             gateway.startup.check(gateway.routing.decodes)
+            check_headers(request.headers)
             headers = read_tenure_headers(request.headers)
             tenure = key.policy.apply(key.tenant, headers, time.time_ns())
             tenure = gateway.caches.in_session(tenure, request.headers)
@@ -138,8 +144,7 @@ class GenerationAPI:
                 run.advice = self._advice(run)
             count_for(model.metrics)
             response = None
-            if model.plane_driver.meter.objectives.classes:
-                run.workload = _class_of(run, request, model)
+            run.workload = model.plane_driver.meter.class_named(run, request.headers)
             if CacheLayer.ANSWER in gateway.caches.layers:
                 response = await self._from_cache(request, run, model, tenure)
             if response is None and gateway.config.degrade:
@@ -303,7 +308,10 @@ class GenerationAPI:
             run, fallback = await self._read_for(overflow.to, run, data, parse, traced)
             run.overflow = model.name
             return await self.serve(request, run, fallback)
-        data = await gateway.off_loop(data, partial(with_fields, data, {"model": model.name}))
+        fields = {"model": model.name}
+        if run.parsed.salt:  # the other fleet sees one key, and must not share KV across tenants
+            fields["cache_salt"] = run.parsed.salt
+        data = await gateway.off_loop(data, partial(with_fields, data, fields))
         bill = partial(request_bill, model.plane_driver)
         with (
             gateway.key_loads.accepted(key, *run.load) as run.quota,
@@ -333,8 +341,7 @@ class GenerationAPI:
                 if run.parsed.single and driver.prompts is not None:
                     start_ns = time.monotonic_ns()
                     await driver.read(run)
-                    if driver.meter.objectives.classes:
-                        run.workload = _class_of(run, request, model)
+                    run.workload = driver.meter.class_named(run, request.headers)
                     seconds = (time.monotonic_ns() - start_ns) / SECOND
                     model.metrics.stages.tokenize.observe(seconds)
                 writer = SSEWriter(
@@ -458,12 +465,6 @@ def _delivering(run: GatewayRun, writer: SSEWriter, metrics: Metrics) -> Iterato
         if run.trace is not None and writer.blocked_ns:
             pauses = (("pigou.wait_s",), (writer.blocked_ns / SECOND,))
             run.trace.event("client slow", time.monotonic_ns(), pauses)
-
-
-def _class_of(run: GatewayRun, request: web.Request, model: GatewayModel) -> str:
-    meter = model.plane_driver.meter
-    tenant, tokens = run.parsed.tenant, run.prompt_tokens
-    return meter.objectives.name_of(tenant, tokens, request.headers, meter.model())
 
 
 def _observe_duration(run: GatewayRun, metrics: Metrics) -> None:

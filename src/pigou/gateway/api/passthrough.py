@@ -38,7 +38,7 @@ from pigou.gateway.proxy.server_routes import (
 )
 from pigou.gateway.proxy.upstream import Upstream
 from pigou.gateway.request import Body, BodyFields, GatewayRun, ParsedRequest
-from pigou.gateway.request_parsing import salt
+from pigou.gateway.request_parsing import check_headers, salt
 from pigou.kv.tenure import Tenure
 from pigou.request import SECOND, FinishReason
 from pigou.tracing.trace_context import passed_on
@@ -92,6 +92,7 @@ class Passthrough:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Forward a request; raises APIError, or HTTPMethodNotAllowed for the gateway's paths."""
         self._gateway.shutdown.check_open()
+        check_headers(request.headers)
         key, headers = current_key(), read_tenure_headers(request.headers)
         tenure = key.policy.apply(key.tenant, headers, time.time_ns())
         tenure = self._gateway.caches.in_session(tenure, request.headers)
@@ -121,6 +122,7 @@ class Passthrough:
             servers = self._continuing(servers, body, key)
             data = self._salted(sent, body, tenure, model)
         run = _run_of(request, body, data, key, model.adapter(name))
+        run.workload = model.plane_driver.meter.class_named(run, request.headers)
         known = None
         if path == embeddings.PATH and sent is not None:
             fields = BodyFields(model=name, cache_salt=_text(_object(sent), "cache_salt"))
