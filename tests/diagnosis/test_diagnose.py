@@ -123,6 +123,14 @@ def test_a_fault_is_reported_as_the_only_cause(number: int) -> None:
     assert causes[0].confidence in ("low", "medium", "high")
 
 
+def test_a_lane_starves_by_its_own_gauge_where_no_prompt_is_long() -> None:
+    unknown = {"short_wait_p95_s": None, "long_wait_max_s": None, "wait_p50_s": None}
+    (starves,) = diagnose(series(starving_lanes=2, **unknown)).findings
+    assert starves.number == 9
+    assert [(row.name, row.value) for row in starves.evidence] == [("lanes that starve", 2.0)]
+    assert diagnose(series(starving_lanes=lambda n: int(n == 4), **unknown)).healthy
+
+
 def test_under_use_takes_ten_minutes() -> None:
     idle = {"running": 0.2, "busy": 0.1}
     assert diagnose(series(59, **idle)).healthy

@@ -458,12 +458,16 @@ def head_of_line(series: Series, mode: FailureMode) -> ModeFinding | None:
 
 
 def starvation(series: Series, mode: FailureMode) -> ModeFinding | None:
-    """Mode 9: long prompts wait far longer than others."""
-    need((window.short_wait_p95_s for window in series), "waits by length of the prompt")
+    """Mode 9: long prompts, or the requests of a lane, wait far longer than others."""
+    lanes = max(window.starving_lanes for window in series)
+    if not lanes:
+        need((window.short_wait_p95_s for window in series), "waits by length of the prompt")
     limits = mode.limits
 
     def shows(window: FleetObservation) -> bool:
         wait, typical = window.long_wait_max_s, window.wait_p50_s
+        if window.starving_lanes:
+            return True
         if wait is None or typical is None:
             return False
         others = 2 * (window.short_wait_p95_s or 0.0)
@@ -472,12 +476,14 @@ def starvation(series: Series, mode: FailureMode) -> ModeFinding | None:
     shown = stretch(series, mode, shows)
     if not shown:
         return None
-    return finding(mode, shown, [
-        ModeEvidence("longest wait of a long prompt", max(w.long_wait_max_s or 0.0 for w in shown),
-                 "s", limits["wait_s"]),
-        ModeEvidence("median wait", mean(w.wait_p50_s for w in shown), "s"),
-        ModeEvidence("P95 wait of short prompts", mean(w.short_wait_p95_s for w in shown), "s"),
-    ])  # fmt: skip
+    rows = [ModeEvidence("lanes that starve", float(lanes), "", 0.0)] if lanes else []
+    if waits := [w.long_wait_max_s for w in shown if w.long_wait_max_s is not None]:
+        rows += [
+            ModeEvidence("longest wait of a long prompt", max(waits), "s", limits["wait_s"]),
+            ModeEvidence("median wait", mean(w.wait_p50_s for w in shown), "s"),
+            ModeEvidence("P95 wait of short prompts", mean(w.short_wait_p95_s for w in shown), "s"),
+        ]
+    return finding(mode, shown, rows)
 
 
 def batch_inefficiency(series: Series, mode: FailureMode) -> ModeFinding | None:

@@ -268,19 +268,21 @@ _MODES = (
         symptom="Long requests never begin.",
         cause="The order puts short ones first, always.",
         signal="The longest wait of a long prompt over {times} times the median and twice the P95 "
-        "of short ones, and over {wait_s:.0f} s, for {seconds:.0f} s.",
+        "of short ones, and over {wait_s:.0f} s, or a lane that starves, for {seconds:.0f} s.",
         limits={"times": 5.0, "wait_s": 10.0, "seconds": 30},
         smallest_fix="Another order (--admission fair, or fcfs), more ageing "
-        "(--admission shortest,ageing=5000), a lane for long prompts (--long-lane).",
+        "(--admission shortest,ageing=5000), a lane for long prompts (--long-lane); for a class at "
+        "its cap, more concurrency.",
         look=("`pigou_prompt_longest_wait_seconds` beside short ones' `pigou_prompt_wait_seconds`.",
-              "Order of the queue (--admission shortest starves)."),
+              "Order of the queue (--admission shortest starves), `pigou_lane_starves`."),
         follows=(6,),
         alert=(
             "max(pigou_prompt_longest_wait_seconds) > {wait_s} and "
             "max(pigou_prompt_longest_wait_seconds) > {times} * "
             "histogram_quantile(0.5, sum by (le) (rate(pigou_queue_wait_seconds_bucket[5m]))) and "
             "max(pigou_prompt_longest_wait_seconds) > "
-            f"2 * histogram_quantile(0.95, sum by (le) (rate({_SHORT}[5m])))"
+            f"2 * histogram_quantile(0.95, sum by (le) (rate({_SHORT}[5m]))) or "
+            "max(pigou_lane_starves) > 0"
         ),
     ),
     FailureMode(

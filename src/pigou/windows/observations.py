@@ -79,6 +79,7 @@ class FleetObservation(
     short_wait_p50_s: float | None = None  # median wait of prompts that are not long
     short_wait_p95_s: float | None = None
     long_wait_max_s: float | None = None  # longest wait of a long prompt so far, begun or not
+    starving_lanes: int = 0  # lanes whose first request waits while others are served
     longest_prompt_tokens: int | None = None
     answer_hits: int | None = None  # answers from a semantic cache
     stale_answer_hits: int = 0  # older than their sources

@@ -99,6 +99,7 @@ def scraped_window(before: FleetScrape, now: FleetScrape, start_s: float) -> Fle
         short_wait_p50_s=quantile(waits_before, short_waits, 0.5),
         short_wait_p95_s=quantile(waits_before, short_waits, 0.95),
         long_wait_max_s=b.maximum("pigou_prompt_longest_wait_seconds"),
+        starving_lanes=round(b.total("pigou_lane_starves") or 0.0),
         longest_prompt_tokens=round(max(lengths)) if lengths else None,
         client_stalls=slow, engine_stalls=round(stalls),
         engine_stall_s=stalled_s / stalls if stalls else None,
