@@ -477,9 +477,9 @@ def starvation(series: Series, mode: FailureMode) -> ModeFinding | None:
     if not shown:
         return None
     rows = [ModeEvidence("lanes that starve", float(lanes), "", 0.0)] if lanes else []
-    if waits := [w.long_wait_max_s for w in shown if w.long_wait_max_s is not None]:
+    if wait_times := [w.long_wait_max_s for w in shown if w.long_wait_max_s is not None]:
         rows += [
-            ModeEvidence("longest wait of a long prompt", max(waits), "s", limits["wait_s"]),
+            ModeEvidence("longest wait of a long prompt", max(wait_times), "s", limits["wait_s"]),
             ModeEvidence("median wait", mean(w.wait_p50_s for w in shown), "s"),
             ModeEvidence("P95 wait of short prompts", mean(w.short_wait_p95_s for w in shown), "s"),
         ]
