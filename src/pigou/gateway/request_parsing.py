@@ -101,7 +101,7 @@ def check_headers(headers: Mapping[str, str]) -> None:
         if not lower.startswith("x-pigou-") or lower.startswith("x-pigou-tenure"):
             continue
         if lower not in _HEADERS:
-            names = ", ".join(sorted(_HEADERS))
+            names = ", ".join(sorted(n for n in _HEADERS if "-fleet-" not in n))
             raise bad_request(f"{name[:60]} is no request header; these are: {names}.", name[:60])
         if lower == DEGRADED_HEADER and value != _NEVER:
             raise bad_request(f"{lower} is {value[:40]!r}; it may be {_NEVER}.", lower)
