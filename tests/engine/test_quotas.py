@@ -203,6 +203,24 @@ def test_one_sequence_alone_takes_what_floors_keep_so_that_it_ends() -> None:
     assert serve(core, "a", "a", 20, 10) == 0
 
 
+def test_who_takes_over_an_account_does_not_wait_behind_its_former_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pigou.kv.quotas.MAX_ACCOUNTS", 3)  # the shared one, and two more
+    core = engine({"*": KVQuota()}, prefix_caching=False)
+    ask(core, "r", "running", 20, 12)
+    ask(core, "s", "short", 2, 1)
+    plan = core.schedule(0)
+    core.set_quotas({"b": KVQuota(floor=0.5), "*": KVQuota()})  # all accounts hold blocks
+    core.apply(plan, Result(steps=plan.repeat))
+    ask(core, "a", "a", 20, 1)
+    step(core)  # it takes the account that the short one left, and does not fit
+    ask(core, "b", "b", 6, 1)
+    plan = step(core)
+    assert [started.request for started in plan.started] == ["b"]
+    assert plan.preempted == []
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [

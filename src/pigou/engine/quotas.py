@@ -24,8 +24,8 @@ class TenantQuotas:
     def __init__(self, prefix: PrefixCache, accounts: Accounts, block_size: int) -> None:
         self.accounts = accounts
         self._prefix, self._size = prefix, block_size
-        #: By lane and account, the first that did not fit, until blocks or rows become free.
-        self.blocked: dict[tuple[bool, int], Sequence] = {}
+        #: By lane and tenant, the first that did not fit, until blocks or rows become free.
+        self.blocked: dict[tuple[bool, str], Sequence] = {}
         #: Sequence that running ones were preempted for, until it is admitted.
         self.owed: Sequence | None = None
 
@@ -35,7 +35,7 @@ class TenantQuotas:
 
     def block(self, queue: WaitingQueue, seq: Sequence) -> None:
         """Record that a waiting sequence did not fit; its tenant's others wait behind it."""
-        self.blocked[queue.is_long(seq), self.account(seq)] = seq
+        self.blocked[queue.is_long(seq), seq.request.tenant] = seq
         if self.owed is not None and self.owed.request.tenant == seq.request.tenant:
             self.owed = None
 
@@ -52,7 +52,7 @@ class TenantQuotas:
         free = [
             (self._above(account, CEILING) >= 0, seq.key, seq)
             for account, seq in heads
-            if not self._is_blocked(queue, seq, account)
+            if not self._is_blocked(queue, seq)
             and (queue.is_long(seq) not in lanes or self._is_within_floor(account, seq))
         ]
         return min(free, key=lambda entry: entry[:2])[2] if free else None
@@ -61,8 +61,11 @@ class TenantQuotas:
         """Return the first sequence within its tenant's floor that did not fit; each once."""
         heads = [(seq.key, self.account(seq), seq) for seq in queue.heads()]
         for _, account, seq in sorted(heads):
-            blocked = self._is_blocked(queue, seq, account)
-            if blocked and not seq.was_owed and self._is_within_floor(account, seq):
+            if (
+                self._is_blocked(queue, seq)
+                and not seq.was_owed
+                and self._is_within_floor(account, seq)
+            ):
                 return seq
         return None
 
@@ -83,9 +86,9 @@ class TenantQuotas:
         self.accounts.set(quotas)
         self.blocked.clear()
 
-    def _is_blocked(self, queue: WaitingQueue, seq: Sequence, account: int) -> bool:
-        """True if it, or one before it of its lane and account, did not fit."""
-        first = self.blocked.get((queue.is_long(seq), account))
+    def _is_blocked(self, queue: WaitingQueue, seq: Sequence) -> bool:
+        """True if it, or one before it of its lane and tenant, did not fit."""
+        first = self.blocked.get((queue.is_long(seq), seq.request.tenant))
         return first is not None and first.key <= seq.key
 
     def _above(self, account: int, bound: int) -> int:
