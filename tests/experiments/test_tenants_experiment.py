@@ -83,3 +83,10 @@ def test_a_run_that_claims_nothing_is_made_once_for_orders_of_claims() -> None:
     found = tenants.figures_of_all([("fair", "", (), 1), ("priority-fair", "", (), 1)])
     assert found[0] is found[1]
     assert tenants._run_of(("edf", "urgent", (), 1))[0] == "edf"
+
+
+def test_a_floor_keeps_a_flooded_victims_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenants, "HOLD_S", 8.0)
+    hits = {row["order"]: row["hit_ratio"] for row in tenants._quotas([1])}
+    assert hits["flood"] < hits["no flood"] - 0.1
+    assert hits["floor and ceiling"] == pytest.approx(hits["no flood"], abs=0.02)

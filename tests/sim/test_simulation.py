@@ -256,3 +256,23 @@ def test_clients_give_no_length_away_while_lengths_are_predicted() -> None:
     lengths = made.fleet.plane.tracker.lengths  # type: ignore[union-attr]
     assert lengths is not None
     assert 50 <= lengths.score.observed <= 60  # all but those as long as the declared limit
+
+
+@pytest.mark.parametrize(
+    ("quotas", "why"),
+    [
+        (["acme=0:1"], "'acme', who sends no request; give \\* or a tenant of the workload \\(''"),
+        (["acme"], "write TENANT=FLOOR:CEILING"),
+        (["=0.6:0.5"], "a floor up to the ceiling"),
+        (["=0:1", "=0:1"], "once for each tenant"),
+    ],
+)
+def test_kv_quotas_of_nobody_or_of_no_shares_are_refused(quotas: list[str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        simulation(open_loop(), setup={"kv_quotas": quotas})
+
+
+def test_kv_quotas_that_do_not_bind_change_nothing() -> None:
+    quotas = {"kv_quotas": ["=0.2:1", "*=0:0.5"]}
+    plain, limited = (simulation(open_loop(), setup=setup).run() for setup in ({}, quotas))
+    assert not differences(plain, limited)

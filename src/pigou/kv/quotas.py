@@ -7,7 +7,9 @@ of its floor, others may. Tiers and swapped blocks know no quotas.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+import msgspec
 
 from pigou.config import ConfigError, KVQuota
 from pigou.kv.block_pool import HELD, BlockPool
@@ -17,6 +19,26 @@ EACH_OTHER = "*"
 #: Most accounts of a pool; beyond, tenants without a quota of their own share one.
 MAX_ACCOUNTS = 256
 _NONE = KVQuota()
+
+
+def read_quotas(texts: Iterable[str], where: str = "kv_quotas") -> dict[str, KVQuota]:
+    """Read `TENANT=FLOOR:CEILING` of each tenant; raises ConfigError."""
+    quotas: dict[str, KVQuota] = {}
+    for text in texts:
+        tenant, _, shares = text.partition("=")
+        floor, colon, ceiling = shares.partition(":")
+        try:
+            if not colon or tenant in quotas:
+                raise ValueError
+            quotas[tenant] = msgspec.convert(
+                {"floor": floor, "ceiling": ceiling}, KVQuota, strict=False
+            )
+        except (ValueError, msgspec.ValidationError):
+            raise ConfigError(
+                f"{where} has {text!r}; write TENANT=FLOOR:CEILING once for each tenant, with "
+                "shares from 0 to 1, as acme=0.1:0.5, or *=0:0.5 for each other tenant"
+            ) from None
+    return quotas
 
 
 def check_quotas(quotas: Mapping[str, KVQuota], where: str = "kv_quotas") -> None:

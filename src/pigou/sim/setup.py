@@ -114,6 +114,15 @@ class Setup(ParallelOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     tier_recall: Annotated[
         bool, option("Prefetch a session's blocks before its next request is expected.", "Fleet")
     ] = True
+    kv_quotas: Annotated[
+        tuple[str, ...],
+        option(
+            "Shares of each worker's KV blocks, TENANT=FLOOR:CEILING from 0 to 1; tenant "
+            "* is each other one of the workload. Repeatable.",
+            "Fleet",
+            name="kv_quota",
+        ),
+    ] = ()
     speculation: Annotated[
         str,
         option(

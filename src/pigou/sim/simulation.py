@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from pigou.config import ConfigError, ControlConfig, EngineConfig, LaneConfig
+from pigou.config import ConfigError, ControlConfig, EngineConfig, KVQuota, LaneConfig
 from pigou.control import prefix_index
 from pigou.control.lengths import OracleParams
 from pigou.control.planner.planner import Planner
@@ -20,6 +20,7 @@ from pigou.control.pull_queue.config import pull_queue_config
 from pigou.control.routing.policy import RoutingPolicy
 from pigou.cost.fleet_bill import FleetBill
 from pigou.engine import startup_profiling
+from pigou.kv.quotas import EACH_OTHER, check_quotas, read_quotas
 from pigou.kv.tier_config import check_names
 from pigou.registry import read_struct
 from pigou.sim.client import ClientConfig, SimulatedClient
@@ -128,7 +129,8 @@ class Simulation:
             setup = msgspec.structs.replace(setup, max_batched_tokens=tokens)
         if control.queue_timeout >= UNLIMITED and not client.timeout:
             _check_end(fleet)
-        specs, overhead_s = _worker_specs(fleet, setup, workload.max_tokens)
+        quotas = _kv_quotas(setup, workload)
+        specs, overhead_s = _worker_specs(fleet, setup, workload.max_tokens, quotas)
         if fleet.overhead_ms is None:
             fleet = msgspec.structs.replace(fleet, overhead_ms=overhead_s * 1000)
         cost_meter = None
@@ -225,8 +227,21 @@ def _check_end(fleet: FleetConfig) -> None:
         )
 
 
+def _kv_quotas(setup: Setup, workload: OpenLoop | ClosedLoop) -> dict[str, KVQuota]:
+    """Return the quotas of KV by tenant; raises ConfigError, also for one who sends nothing."""
+    quotas = read_quotas(setup.kv_quotas)
+    check_quotas(quotas)
+    tenants = workload.tenants if quotas else set()
+    for unknown in sorted(quotas.keys() - tenants - {EACH_OTHER}):
+        raise ConfigError(
+            f"kv_quotas has tenant {unknown!r}, who sends no request; give * or a tenant of the "
+            f"workload ({', '.join(map(repr, sorted(tenants)[:8]))})"
+        )
+    return quotas
+
+
 def _worker_specs(
-    fleet: FleetConfig, setup: Setup, max_tokens: int
+    fleet: FleetConfig, setup: Setup, max_tokens: int, quotas: dict[str, KVQuota]
 ) -> tuple[list[WorkerSpec], float]:
     """Return each group's worker spec, and the seconds from client to worker."""
     specs, overhead_s, vllm = [], 0.0, setup.engine == "vllm"
@@ -260,6 +275,7 @@ def _worker_specs(
             ageing=setup.ageing,
             input_weight=setup.input_weight,
             lane=LaneConfig.parse(setup.long_lane),
+            kv_quotas=quotas,
             headroom=0 if vllm else 1,
             max_repeat=MAX_STEPS,
             repeat_chunks=True,
@@ -373,6 +389,6 @@ def warm_up(fleet: FleetConfig, setup: Setup, control: ControlConfig) -> None:
         for group in fleet.workers
     )
     small = msgspec.structs.replace(fleet, workers=groups)
-    setup = msgspec.structs.replace(setup, max_model_len=0)
+    setup = msgspec.structs.replace(setup, max_model_len=0, kv_quotas=())
     load = renewal(_LENGTHS, _RATE, 1.0, _REQUESTS, 0.0, seed=0)
     Simulation(load, small, setup, control, ClientConfig()).run()

@@ -89,6 +89,11 @@ class OpenLoop:
         """How many there are."""
         return sum(len(session.requests) for session in self.sessions)
 
+    @property
+    def tenants(self) -> set[str]:
+        """Tenants that send something."""
+        return {spec.tenant for session in self.sessions for spec in session.requests}
+
 
 class RequestLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Random requests by the ranges of their lengths."""
@@ -159,6 +164,11 @@ class ClosedLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def request_count(self) -> None:
         """Nobody knows how many there will be."""
         return None
+
+    @property
+    def tenants(self) -> set[str]:
+        """One, without a name."""
+        return {""}
 
     @property
     def seconds(self) -> float:

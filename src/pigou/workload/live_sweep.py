@@ -23,7 +23,7 @@ _BLOCK_TOKENS = 16
 def check_live(config: SweepConfig, setup: Setup) -> None:
     """Raise ConfigError for settings that a live fleet decides, or missing ones."""
     own = "model gpu tp dp ep redundant_experts expert_load eplb timing engine max_model_len"
-    for name in own.split():
+    for name in (*own.split(), "kv_quotas"):
         if getattr(setup, name) != getattr(Setup(), name):
             raise ConfigError(
                 f"{name} is {getattr(setup, name)!r}, and the live fleet has its own; leave it out"

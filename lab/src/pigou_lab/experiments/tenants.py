@@ -12,6 +12,7 @@ Lies are searched by own gain (by harm, where that is the aim) on seed 101, and 
 | gain, latency_gain | tokens of its jobs, and its inverse median TTFT, over honest play |
 | cost | fleet seconds charged to the attacker at the default prices, over honest play |
 | attempts | requests that the attacker sent for each of its jobs |
+| hit_ratio | prompt tokens of a victim found in the prefix cache, of all its prompt tokens |
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from itertools import product
 from random import Random
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 
 from pigou.cli.plan import processes
@@ -225,8 +227,8 @@ ATTACKS: Mapping[str, Attack] = {
     "sybil-pooled": Attack(_pooled_sybil, {"keys": (2, 4, 8, 32)}),
     "retry-storm": Attack(_storm, {"timeout_s": (0.0, 2.0, 4.0), "heeds": (0, 1)}),
 }
-#: The last two levels are the timing side channel, and a planner that junk makes start workers.
-LEVELS = tuple(range(1, len(ATTACKS) + 3))
+#: The last levels: the timing side channel, a planner that junk makes start workers, KV quotas.
+LEVELS = tuple(range(1, len(ATTACKS) + 4))
 
 
 def simulation(order: str, play: Play, seed: int) -> Simulation:
@@ -365,7 +367,8 @@ def tenants(
     names = list(ATTACKS)
     for level in levels:
         if level > len(names):
-            yield from _side_channel(seeds) if level < LEVELS[-1] else _planner()
+            last = (_side_channel, lambda _: _planner(), _quotas)
+            yield from last[level - LEVELS[-3]](seeds)
             continue
         attack = names[level - 1]
         honest = [(order, "", (), seed) for order in ORDERS for seed in seeds]
@@ -421,7 +424,7 @@ def _side_channel(seeds: Sequence[int]) -> Iterator[Row]:
             hits, misses = _probed(shared, seed)
             right = sum(t <= threshold for t in hits) / len(hits)
             accuracies.append((right + sum(t > threshold for t in misses) / len(misses)) / 2)
-        row: Row = {"experiment": "tenants", "concurrency": LEVELS[-2], "level_name": "timing",
+        row: Row = {"experiment": "tenants", "concurrency": LEVELS[-3], "level_name": "timing",
                     "order": "one tenure" if shared else "tenure of each tenant",
                     "accuracy": statistics.fmean(accuracies)}  # fmt: skip
         yield row | dict.fromkeys(COMPARED)
@@ -472,9 +475,45 @@ def _planner() -> Iterator[Row]:
             load = victims | {f"{ATTACKER}{name}": junk / names for name in range(names)}
             wanted = min(_MAX_WORKERS, math.ceil(sum(load.values())))
             workers = max(workers, tenants_limit(_MAX_WORKERS, wanted, load, weights))
-        row: Row = {"experiment": "tenants", "concurrency": LEVELS[-1], "level_name": "planner",
+        row: Row = {"experiment": "tenants", "concurrency": LEVELS[-2], "level_name": "planner",
                     "order": who, "workers": workers}  # fmt: skip
         yield row | dict.fromkeys(COMPARED)
+
+
+#: A victim's requests per second and templates; the flood's; tokens of their prompts.
+_VICTIM_RPS, _VICTIM_TEMPLATES, _FLOOD_RPS = 2.0, 4, 3.0
+_LONG_SHARED, _LONG = 2048, 4096
+#: Quotas beside which the flood is sent, the same without a floor, and with none at all.
+_QUOTAS = {"flood": (), "ceiling": ("*=0:0.25",), "floor and ceiling": ("v0=0.7:1", "*=0:0.25")}
+
+
+def _quotas(seeds: Sequence[int]) -> Iterator[Row]:
+    """Yield hits and TTFT of a victim of long templates, without and with a cache flood."""
+    for who, quotas in {"no flood": (), **_QUOTAS}.items():
+        runs = [run for seed in seeds for run in _flooded(who, quotas, seed)]
+        ttfts = [(run.first_token_ns - run.intended_ns) / SECOND for run in runs]
+        prompts = sum(run.spec.prompt_tokens for run in runs)
+        row: Row = {"experiment": "tenants", "concurrency": LEVELS[-1], "level_name": "kv-quotas",
+                    "order": who, "victim_ttft_p99_s": float(np.percentile(ttfts, 99)),
+                    "hit_ratio": sum(run.cached_tokens for run in runs) / prompts}  # fmt: skip
+        yield row | dict.fromkeys(COMPARED)
+
+
+def _flooded(who: str, quotas: tuple[str, ...], seed: int) -> list[RequestRun]:
+    """Return the victim's requests to one worker of 1,024 blocks."""
+    rng, sent = Random(f"quotas/{seed}"), []
+    for tenant, rate in ((VICTIMS[0], _VICTIM_RPS), (ATTACKER, _FLOOD_RPS * (who != "no flood"))):
+        at = 0.0
+        while rate and (at := at + rng.expovariate(rate)) < HOLD_S:
+            ids = (rng.randrange(_VICTIM_TEMPLATES), rng.getrandbits(40))
+            spec = RequestSpec(_LONG_SHARED + OWN, 64, ids, 0, _LONG_SHARED, tenant=tenant)
+            spec = _junk(rng, _LONG, 1) if tenant == ATTACKER else spec
+            sent.append(RequestSession(round(at * SECOND), (spec,)))
+    loop = OpenLoop(sorted(sent, key=lambda one: one.start_ns))
+    setup = msgspec.structs.replace(_SETUP, blocks=1024, kv_quotas=quotas)
+    made = Simulation(loop, read_fleet("1xboth"), setup, unlimited(seed=seed), CLIENT, seed=seed)
+    runs = run_simulation(made, attack="kv-quotas", order=who, seed=seed).runs
+    return [run for run in runs if run.spec.tenant == VICTIMS[0]]
 
 
 def verdict(rows: Sequence[Row]) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ import msgspec
 from pigou.config import ConfigError, KVQuota, check_bounds
 from pigou.control.admission.budgets import PERIODS
 from pigou.gateway.auth.tenure import OPEN_POLICY, KeyPolicy, TenureChoices, TenureDefaults
-from pigou.kv.quotas import EACH_OTHER, check_quotas
+from pigou.kv.quotas import EACH_OTHER, check_quotas, read_quotas
 from pigou.request import SECOND
 from pigou.small_file import read_text
 from pigou.wire.errors import APIError
@@ -220,20 +220,7 @@ def kv_quotas(options: Iterable[str], keys: Iterable[Key]) -> dict[str, KVQuota]
 
     Raises ConfigError.
     """
-    quotas: dict[str, KVQuota] = {}
-    for text in options:
-        tenant, _, shares = text.partition("=")
-        floor, colon, ceiling = shares.partition(":")
-        try:
-            if not colon or tenant in quotas:
-                raise ValueError
-            quota = msgspec.convert({"floor": float(floor), "ceiling": float(ceiling)}, KVQuota)
-        except (ValueError, msgspec.ValidationError):
-            raise ConfigError(
-                f"kv_quotas has {text!r}; write TENANT=FLOOR:CEILING once for each tenant, with "
-                "shares from 0 to 1, as acme=0.1:0.5, or *=0:0.5 for each other tenant"
-            ) from None
-        quotas[tenant] = quota
+    quotas = read_quotas(options)
     tenants = {""}  # "": requests without keys
     for key in keys:
         tenants = tenants - {""} | {key.tenant}
