@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from pigou.control.admission.budgets import (
     SESSION_IDLE_NS,
     BudgetExceeded,
     KeyBudgets,
+    Spending,
 )
 from pigou.request import SECOND
 
@@ -107,3 +110,66 @@ def test_a_request_refused_by_one_budget_costs_the_others_nothing() -> None:
             budget.claim(6, "", SECOND)
         assert refused.value.state.name == "day.tokens"
     assert [state.used for state in budget.states("", SECOND)] == [0, 0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2), st.integers(0, 3 * SECOND), st.integers(1, 30), st.floats(0, 1),
+            st.sampled_from(["", "a"]), st.booleans(),
+        ),
+        min_size=1, max_size=40,
+    ),
+    st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_gateways_agree_on_what_all_used_whatever_order_their_messages_take(
+    steps: list[tuple[int, int, int, float, str, bool]], rng: random.Random
+) -> None:
+    gateways = [KeyBudgets({"minute": {"tokens": 1e9}, "session": {"tokens": 1e9}}) for _ in "abc"]
+    for gateway in gateways:
+        gateway.is_shared = True
+    now, kept, sent = SECOND, list[tuple[int, float, str]](), list[tuple[int, int, Spending]]()
+    numbers = [0, 0, 0]
+
+    def tell(sender: int) -> None:
+        numbers[sender] += 1
+        sent.extend((sender, numbers[sender], one) for one in gateways[sender].changes(b"k"))
+
+    for sender, wait, tokens, share, session, tells in steps:
+        now += wait
+        claim = gateways[sender].claim(tokens, session, now)
+        if tells:
+            tell(sender)
+        use = {"requests": 1.0, "tokens": share * tokens, "seconds": 0.0, "price": 0.0}
+        gateways[sender].settle(claim, use, now)
+        kept.append((now, share * tokens, session))
+    for sender in range(3):
+        tell(sender)
+    late = [*sent, *rng.sample(sent, len(sent) // 2)]  # some come twice
+    rng.shuffle(late)
+    for receiver in range(3):
+        for sender, number, spending in late:
+            if sender != receiver:
+                gateways[receiver].merge(f"g{sender}", number, spending, now)
+    in_window = sum(use for at, use, _ in kept if at // SLOT >= now // SLOT - 60)
+    of_session = sum(use for _, use, session in kept if session)
+    for gateway in gateways:
+        minute, *rest = gateway.states("a", now)
+        assert minute.used == pytest.approx(in_window)
+        assert [state.used for state in rest] == pytest.approx([of_session] * len(rest))
+
+
+def test_a_gateway_refuses_what_others_used_up_and_says_when_it_fits() -> None:
+    a, b = budgets(tokens=100), budgets(tokens=100)
+    a.is_shared = True
+    a.claim(90, "", SECOND)
+    for spending in a.changes(b"k"):
+        b.merge("a", 1, spending, 5 * SECOND)
+    with pytest.raises(BudgetExceeded) as refused:
+        b.claim(20, "", 5 * SECOND)
+    assert refused.value.state.used == 90
+    assert refused.value.state.reset_ns == MINUTE + SLOT - 4 * SECOND
+    b.claim(10, "", 5 * SECOND)
+    assert a.changes(b"k") == []
+    assert [one.amount for one in a.own(b"k")] == [90]

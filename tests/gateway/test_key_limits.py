@@ -221,6 +221,13 @@ async def test_worker_seconds_of_all_sequences_count_and_a_running_stream_is_not
         assert shown[0]["used"] == pytest.approx(budget["used"], abs=1e-5)
 
 
+def test_default_budgets_are_read_in_every_unit() -> None:
+    texts = ["minute.requests=2", "day.tokens=2e6", "day.seconds=0.5", "session.price=3"]
+    read = read_budgets(texts)
+    assert (read.minute.requests, read.day.tokens, read.day.seconds) == (2, 2_000_000, 0.5)
+    assert read.session.price == 3
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [

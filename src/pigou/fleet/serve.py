@@ -119,7 +119,10 @@ class Serving:
                 f"peers is given, and {len(self.supervisor.models)} models; gateways exchange what "
                 "they send for one model alone: leave one of the two out"
             )
-        self.peers = PeerExchange(self.plane_driver, bus, self._secret, self.gateway.caches)
+        gateway = self.gateway
+        self.peers = PeerExchange(
+            self.plane_driver, bus, self._secret, gateway.caches, gateway.budgets
+        )
         self.plane_driver.peers_health = self.peers.health
         self._metrics.scrape(PeerMetrics(self.peers).collect)
 

@@ -54,8 +54,9 @@ class Gateway:
         self.caches = Caches(config.caches)
         self.caches.on_session_end = self._end_tenures
         default = read_budgets(config.key_budgets)
+        began = time.time_ns() - time.monotonic_ns()  # gateways count by the same slots
         self.budgets = BudgetLedger(
-            default, self.keys or (), bool(config.prices), time.monotonic_ns
+            default, self.keys or (), bool(config.prices), lambda: began + time.monotonic_ns()
         )
         self.metrics.scrape(self.budgets.families)
         quotas = kv_quotas(config.kv_quotas, self.keys or ())

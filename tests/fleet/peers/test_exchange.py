@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,12 @@ from pigou.fleet.peers.exchange import (
     PeerExchange,
     PeerMetrics,
 )
+from pigou.gateway.auth.budgets import BudgetLedger, read_budgets
+from pigou.gateway.auth.keys import NO_KEY
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.proxy.upstream import Engine
-from pigou.request import NEVER, Request, Worker
+from pigou.request import NEVER, SECOND, Request, Worker
+from pigou.wire.errors import APIError
 from pigou.wire.fleet_secret import FleetSecret
 
 SECRET = FleetSecret("a secret of one fleet")
@@ -79,14 +83,16 @@ class Upstreams:
         self.engine = Engine(incarnation="one process")
 
 
-def node(hub: MemoryHub, worker: str, secret: FleetSecret = SECRET) -> PeerExchange:
+def node(
+    hub: MemoryHub, worker: str, secret: FleetSecret = SECRET, budgets: BudgetLedger | None = None
+) -> PeerExchange:
     """A gateway that calls the one worker `worker`, and reaches it at an address of its own."""
     plane = ControlPlane(ControlConfig())
     driver = PlaneDriver(plane)
     served = Worker(worker, f"http://{worker}:8000")
     plane.observe(WorkerUp(served), time.monotonic_ns())
     driver.upstreams[worker] = Upstreams(served)  # type: ignore[assignment]
-    return PeerExchange(driver, hub.bus(), secret)
+    return PeerExchange(driver, hub.bus(), secret, budgets=budgets)
 
 
 @asynccontextmanager
@@ -147,6 +153,44 @@ def test_a_gateway_that_joins_hears_what_was_sent_before() -> None:
         await until(lambda: streams(b) == [1])
         for exchange in (a, b):
             await exchange.stop()
+
+    asyncio.run(run())
+
+
+def test_a_key_has_its_budget_once_at_all_gateways_also_after_one_left() -> None:
+    async def run() -> None:
+        hub, ledgers = MemoryHub(), [
+            BudgetLedger(read_budgets(["minute.requests=2"]), (), False, lambda: SECOND)
+            for _ in "ab"
+        ]  # fmt: skip
+        a, b = (node(hub, "w0", budgets=ledger) for ledger in ledgers)
+
+        def ask(ledger: BudgetLedger) -> None:
+            quota = SimpleNamespace(bill=None, bills=[0], worker_s=0.0)
+            stats = SimpleNamespace(prompt_tokens=5, completion_tokens=5)
+            request: Any = SimpleNamespace(
+                load=(1, 10), quota=quota, stats=stats, metered=None, budget_headers={}
+            )
+            with ledger.spending(NO_KEY, request, {}, lambda _: lambda: 0.0):
+                pass
+
+        def used(ledger: BudgetLedger) -> float:
+            budgets = ledger.of(NO_KEY)
+            assert budgets is not None
+            return next(iter(budgets.states("", SECOND))).used
+
+        a.start()
+        ask(ledgers[0])
+        await asyncio.sleep(0.1)
+        b.start()
+        await until(lambda: used(ledgers[1]) == 1)
+        ask(ledgers[1])
+        await until(lambda: used(ledgers[0]) == 2)
+        await a.stop()
+        for ledger in ledgers:
+            with pytest.raises(APIError, match=r"minute\.requests"):
+                ask(ledger)
+        await b.stop()
 
     asyncio.run(run())
 

@@ -1,11 +1,16 @@
-"""Budgets over time: sliding windows, claimed when a request is admitted and settled at its end."""
+"""Budgets over time: sliding windows, claimed when a request is admitted and settled at its end.
+
+Gateways of one fleet tell each other their use by slot, so a window holds the use of all.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
+
+import msgspec
 
 from pigou.request import SECOND
 
@@ -19,6 +24,16 @@ _KEEP = 0.98  # weight of earlier requests in what a claimed token takes
 _ROUNDING = 1e-9
 #: Limits, or amounts, by unit: requests, tokens, seconds on workers, price.
 Amounts: TypeAlias = Mapping[str, float]
+
+
+class Spending(msgspec.Struct, frozen=True, array_like=True):
+    """What one gateway used of a budget in a slot; a later message replaces it."""
+
+    purse: bytes  # hash of a key, or a payer
+    session: str  # empty for a budget of the key
+    budget: str  # period and unit, as in `minute.tokens`
+    slot: int
+    amount: float
 
 
 class BudgetState(NamedTuple):
@@ -44,10 +59,14 @@ class SlidingBudget:
     An amount counts until 60 slots after its own have passed: for a window, and 1/60 more at most.
     """
 
-    def __init__(self, name: str, limit: float, window: int) -> None:
+    def __init__(self, name: str, limit: float, window: int, session: str = "") -> None:
         self.name, self.limit, self.unit = name, limit, name.partition(".")[2]
+        self.session = session
+        self.changed: set[int] = set()  # slots with use of this gateway that is to be told
         self._width = window // _SLOTS
         self._slots: dict[int, float] = {}  # ascending
+        # by slot and gateway ("" for this one): number of its message, and its use
+        self._shares: dict[int, dict[str, tuple[int, float]]] = {}
 
     def state(self, requested: float, now: int) -> BudgetState:
         """Return the budget, with the time until `requested` fits."""
@@ -70,15 +89,46 @@ class SlidingBudget:
     def add(self, amount: float, slot: int) -> None:
         """Add to a slot, or give back; nothing where the slot has passed."""
         if slot in self._slots:
-            self._slots[slot] = max(0.0, self._slots[slot] + amount)
+            self._put("", 0, slot, max(0.0, self.own(slot) + amount))
+            self.changed.add(slot)
+
+    def own(self, slot: int) -> float:
+        """Return this gateway's use in a slot."""
+        return self._shares[slot].get("", (0, 0.0))[1]
+
+    def own_slots(self) -> list[int]:
+        """Return the slots that this gateway used."""
+        return [slot for slot, shares in self._shares.items() if "" in shares]
+
+    def merge(self, gateway: str, seq: int, spending: Spending, now: int) -> None:
+        """Take another gateway's use, from its message number `seq`."""
+        slot = spending.slot
+        if slot < self.slot(now) - _SLOTS:
+            return
+        self._open(slot)
+        if seq >= self._shares[slot].get(gateway, (0, 0.0))[0]:
+            self._put(gateway, seq, slot, spending.amount)
 
     def slot(self, now: int) -> int:
         """Return the slot of `now`; those that have passed are dropped."""
         slot = now // self._width if self._width else 0
         while self._slots and (oldest := next(iter(self._slots))) < slot - _SLOTS:
-            del self._slots[oldest]
-        self._slots.setdefault(slot, 0.0)
+            del self._slots[oldest], self._shares[oldest]
+            self.changed.discard(oldest)
+        self._open(slot)
         return slot
+
+    def _open(self, slot: int) -> None:
+        if slot not in self._slots:
+            last = next(reversed(self._slots), slot)
+            self._slots[slot], self._shares[slot] = 0.0, {}
+            if slot < last:  # another gateway's clock is ahead, or it was slow to tell
+                self._slots = dict(sorted(self._slots.items()))
+
+    def _put(self, gateway: str, seq: int, slot: int, amount: float) -> None:
+        shares = self._shares[slot]
+        shares[gateway] = seq, amount
+        self._slots[slot] = math.fsum(used for _, used in shares.values())
 
 
 class BudgetClaim(NamedTuple):
@@ -99,12 +149,14 @@ class KeyBudgets:
         self._own = [*self._new("minute"), *self._new("day")]
         self._sessions: OrderedDict[str, list[SlidingBudget]] = OrderedDict()
         self._last: dict[str, int] = {}  # last request by session
+        self.is_shared = False  # True if other gateways are told
+        self._changed: dict[SlidingBudget, None] = {}
         self._claimed_tokens = 0.0  # decayed, as the amounts that they took
         self._took = {"seconds": 0.0, "price": 0.0}
 
-    def _new(self, period: str) -> list[SlidingBudget]:
-        limits = self._limits.get(period, {}).items()
-        return [SlidingBudget(f"{period}.{u}", limit, PERIODS[period]) for u, limit in limits]
+    def _new(self, period: str, session: str = "") -> list[SlidingBudget]:
+        limits, window = self._limits.get(period, {}).items(), PERIODS[period]
+        return [SlidingBudget(f"{period}.{u}", limit, window, session) for u, limit in limits]
 
     def claim(self, tokens: float, session: str, now: int) -> BudgetClaim:
         """Claim a request's amounts; raise `BudgetExceeded` for the budget that is free last."""
@@ -121,12 +173,11 @@ class KeyBudgets:
                 over.append(BudgetExceeded(state, requested))
         if over:
             raise max(over, key=lambda refusal: refusal.state.reset_ns or math.inf)
-        if session in self._sessions:
-            self._last[session] = now
-            self._sessions.move_to_end(session)
+        self._touch(session, now)
         slots = [(budget, budget.slot(now)) for budget in budgets]
         for budget, slot in slots:
             budget.add(amounts[budget.unit], slot)
+        self._note(slots)
         return BudgetClaim(amounts, slots)
 
     def settle(self, claim: BudgetClaim, used: Amounts, now: int) -> None:
@@ -134,15 +185,47 @@ class KeyBudgets:
         for budget, slot in claim.slots:
             more = used.get(budget.unit, 0.0) - claim.amounts[budget.unit]
             budget.add(more, slot if more < 0 else budget.slot(now))
+        self._note(claim.slots)
         if used:
             self._claimed_tokens = _KEEP * self._claimed_tokens + claim.amounts["tokens"]
             for unit in self._took:
                 self._took[unit] = _KEEP * self._took[unit] + used[unit]
 
+    def changes(self, purse: bytes) -> list[Spending]:
+        """Return this gateway's use that other gateways were not told."""
+        changes: list[Spending] = []
+        for budget in self._changed:
+            changes += _spending(purse, budget, budget.changed)
+            budget.changed.clear()
+        self._changed.clear()
+        return changes
+
+    def own(self, purse: bytes) -> Iterator[Spending]:
+        """Yield all use of this gateway that still counts."""
+        for budget in (*self._own, *(b for budgets in self._sessions.values() for b in budgets)):
+            yield from _spending(purse, budget, budget.own_slots())
+
+    def merge(self, gateway: str, seq: int, spending: Spending, now: int) -> None:
+        """Take another gateway's use, from its message number `seq`."""
+        session = spending.session
+        for budget in self._of_session(session, now) if session else self._own:
+            if budget.name == spending.budget:
+                budget.merge(gateway, seq, spending, now)
+        self._touch(session, now)
+
     def states(self, session: str, now: int) -> Iterator[BudgetState]:
         """Yield the budgets of the key and a session, with the time until all is free."""
         for budget in (*self._own, *self._sessions.get(session, ())):
             yield budget.state(budget.limit, now)
+
+    def _touch(self, session: str, now: int) -> None:
+        if session in self._sessions:
+            self._last[session] = now
+            self._sessions.move_to_end(session)
+
+    def _note(self, slots: list[tuple[SlidingBudget, int]]) -> None:
+        if self.is_shared:
+            self._changed |= dict.fromkeys(budget for budget, _ in slots)
 
     def _of_session(self, session: str, now: int) -> list[SlidingBudget]:
         if not session or not self._limits.get("session"):
@@ -154,5 +237,9 @@ class KeyBudgets:
                 break
             del self._sessions[oldest], self._last[oldest]
         if session not in self._sessions:
-            self._sessions[session], self._last[session] = self._new("session"), now
+            self._sessions[session], self._last[session] = self._new("session", session), now
         return self._sessions[session]
+
+
+def _spending(purse: bytes, budget: SlidingBudget, slots: Iterable[int]) -> list[Spending]:
+    return [Spending(purse, budget.session, budget.name, slot, budget.own(slot)) for slot in slots]

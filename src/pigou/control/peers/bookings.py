@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from pigou.control.admission.budgets import Spending
 from pigou.kv.manifest import ManifestEntry
 from pigou.request import SECOND, BlockKeys, Counts
 
@@ -211,6 +212,7 @@ class PeerState(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind
     # Number of the last message from each gateway, and nanoseconds since it came.
     heard: dict[str, tuple[int, int]] = {}
     manifest: tuple[ManifestEntry, ...] = ()  # changed versions, which void cached artifacts
+    spending: tuple[Spending, ...] = ()  # changed use of budgets
     snapshot: bool = False  # True if it has the whole state
     leaves: bool = False  # True for the last message
 

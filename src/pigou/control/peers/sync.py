@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from pigou.control.admission.budgets import Spending
 from pigou.control.messages import PeerGone, PeerReport
 from pigou.control.peers.bookings import (
     BOOKED,
@@ -26,7 +27,7 @@ from pigou.request import SECOND, Counts
 
 #: Messages kept for resending; beyond them a snapshot is sent.
 BUFFERED = 256
-#: Entries of the manifest in one message.
+#: Entries of the manifest, and slots of budgets, in one message.
 _ENTRIES = 2048
 #: Predicted prompts of a snapshot.
 _PROMPTS = 256
@@ -56,6 +57,9 @@ class PeerPublisher:
         self._sent: deque[tuple[PeerState, int]] = deque(maxlen=BUFFERED)
         self.manifest = Manifest()  # the gateway's, with its changes to be sent
         self.changed: list[ManifestEntry] = []
+        #: Use of budgets that others were not told, of about a number of slots; and all of it.
+        self.new_spending: Callable[[int], tuple[Spending, ...]] = lambda _: ()
+        self.spending: Callable[[], tuple[Spending, ...]] = tuple
 
     def changes(
         self, now: int, heard: Mapping[str, tuple[int, int]], name: Callable[[str], str] = str
@@ -71,15 +75,18 @@ class PeerPublisher:
         predicted.clear()
         manifest = tuple(self.changed)
         self.changed.clear()
+        spending = self.new_spending(_ENTRIES)
         due = not self._sent or now - self._sent[-1][1] >= HEARTBEAT_NS
-        if not (workers or tenants or prompts or manifest or due):
+        if not (workers or tenants or prompts or manifest or spending or due):
             return None
         self.seq += 1
         self.began_at = self.began_at or now
         self._workers.update((bookings.worker, bookings) for bookings in workers)
         self._tenants.update((service.tenant, service) for service in tenants)
         self._prompts += prompts
-        state = PeerState(self.gateway, self.seq, workers, tenants, prompts, dict(heard), manifest)
+        state = PeerState(
+            self.gateway, self.seq, workers, tenants, prompts, dict(heard), manifest, spending
+        )  # fmt: skip
         self._sent.append((state, now))
         return state
 
@@ -90,11 +97,13 @@ class PeerPublisher:
             return [s for s, _ in self._sent if request.first <= s.seq <= request.last]
         workers = tuple(b for b in self._workers.values() if any(b.counts))
         tenants, prompts = tuple(self._tenants.values()), tuple(self._prompts)
-        entries = tuple(self.manifest.entries.values())
+        entries, spending = tuple(self.manifest.entries.values()), self.spending()
         return [
             PeerState(self.gateway, self.seq, workers, tenants, prompts, snapshot=True),
             *(PeerState(self.gateway, self.seq, manifest=entries[first : first + _ENTRIES])
               for first in range(0, len(entries), _ENTRIES)),
+            *(PeerState(self.gateway, self.seq, spending=spending[first : first + _ENTRIES])
+              for first in range(0, len(spending), _ENTRIES)),
         ]  # fmt: skip
 
     def farewell(self) -> PeerState:

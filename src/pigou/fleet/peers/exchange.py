@@ -22,6 +22,7 @@ from pigou.control.peers.bookings import PeerState, ResendRequest, SyncMessage
 from pigou.control.peers.sync import PeerPublisher, PeerReceiver
 from pigou.fleet.nats_connection import ReconnectBackoff
 from pigou.fleet.peers.bus import BusError, PeerBus
+from pigou.gateway.auth.budgets import BudgetLedger
 from pigou.gateway.caches.layers import Caches
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.request import SECOND
@@ -97,7 +98,7 @@ class PeerExchange:
 
     def __init__(
         self, plane_driver: PlaneDriver, bus: PeerBus, secret: FleetSecret,
-        caches: Caches | None = None,
+        caches: Caches | None = None, budgets: BudgetLedger | None = None,
     ) -> None:  # fmt: skip
         self.name = f"{socket.gethostname().replace('.', '-')}-{secrets.token_hex(4)}"
         self.rejected = 0  # rejected messages
@@ -110,6 +111,11 @@ class PeerExchange:
         self._publisher.changed = self._caches.changed
         self._caches.is_shared = True
         self._caches.in_touch = self._in_touch
+        self._budgets = budgets
+        if budgets is not None:
+            budgets.is_shared = True
+            self._publisher.new_spending = budgets.changes
+            self._publisher.spending = budgets.own
         self._names: dict[str, str] = {}
         self._ids: dict[str, str] = {}
         self._outbox: list[SyncMessage] = []
@@ -209,6 +215,8 @@ class PeerExchange:
                 self._outbox += self._publisher.answer(message)
             return
         self._caches.merge(message.manifest)
+        if self._budgets is not None:
+            self._budgets.merge(message.gateway, message.seq, message.spending)
         observation, request = self._receiver.receive(message, time.monotonic_ns())
         if isinstance(observation, PeerReport):
             observation = self._in_own_ids(observation)

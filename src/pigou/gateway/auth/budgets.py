@@ -18,8 +18,9 @@ from pigou.control.admission.budgets import (
     BudgetExceeded,
     BudgetState,
     KeyBudgets,
+    Spending,
 )
-from pigou.gateway.auth.keys import Key, KeyBudget, KeyLimits
+from pigou.gateway.auth.keys import NO_KEY, Key, KeyBudget, KeyLimits
 from pigou.gateway.caches.layers import SESSION_HEADER
 from pigou.gateway.metrics import TENANT
 from pigou.gateway.request import GatewayRun
@@ -35,7 +36,7 @@ _HEADERS = ("requests", "tokens")
 
 def read_budgets(texts: Sequence[str]) -> KeyLimits:
     """Parse `PERIOD.UNIT=LIMIT` texts; raise `ConfigError`."""
-    limits: dict[str, dict[str, float]] = {period: {} for period in PERIODS}
+    limits: dict[str, dict[str, int | float]] = {period: {} for period in PERIODS}
     for text in texts:
         name, equals, number = text.partition("=")
         period, _, unit = name.partition(".")
@@ -51,6 +52,8 @@ def read_budgets(texts: Sequence[str]) -> KeyLimits:
         except ValueError:
             raise ConfigError(f"key_budgets: {name} is {number!r}; it must be a number") from None
         check_bounds(f"key_budgets: {name}", limits[period][unit], gt=0)
+        if limits[period][unit] == int(limits[period][unit]):  # also 2e6
+            limits[period][unit] = int(limits[period][unit])
     try:
         return msgspec.convert(limits, KeyLimits)
     except msgspec.ValidationError as error:
@@ -65,10 +68,13 @@ class BudgetLedger:
     ) -> None:
         """Raise `ConfigError` for a budget of prices where nothing is `priced`."""
         self._default, self._now = default, now
+        self.is_shared = False  # True if other gateways are told
+        self._keys = {key.purse: key for key in (NO_KEY, *keys)}
+        self._changed: dict[bytes, KeyBudgets] = {}  # with use that others were not told
         # by key or payer: payer or tenant, beginning of the first key's hash
         self._budgets: dict[bytes, tuple[str, str, KeyBudgets]] = {}
         self._refused: Counter[tuple[str, str]] = Counter()  # by tenant and budget
-        for limits in (default, *(key.limits for key in keys)):
+        for limits in (default, *(key.limits for key in self._keys.values())):
             if not priced and any(getattr(limits, period).price for period in PERIODS):
                 raise ConfigError(
                     "a budget of `price` is given, and the gateway has no prices; give --prices"
@@ -86,7 +92,9 @@ class BudgetLedger:
                 for period in PERIODS
             }  # fmt: skip
             digest = key.digest.hex()[:12]
-            self._budgets[key.purse] = key.payer or key.tenant, digest, KeyBudgets(by_period)
+            budgets = KeyBudgets(by_period)
+            budgets.is_shared = self.is_shared
+            self._budgets[key.purse] = key.payer or key.tenant, digest, budgets
         return self._budgets[key.purse][-1]
 
     @contextmanager
@@ -109,6 +117,8 @@ class BudgetLedger:
         except BudgetExceeded as over:
             self._refused[key.tenant, over.state.name] += 1
             raise _exceeded(over, _headers(budgets.states(session, self._now()))) from None
+        if self.is_shared:
+            self._changed[key.purse] = budgets
         run.budget_headers = _headers(budgets.states(session, self._now()))
         run.quota.bill = bill
         is_priced = any(budget.unit == "price" for budget, _ in claim.slots)
@@ -116,6 +126,32 @@ class BudgetLedger:
             yield
         finally:
             budgets.settle(claim, _used(run, is_priced), self._now())
+            if self.is_shared:
+                self._changed[key.purse] = budgets
+
+    def changes(self, limit: int) -> tuple[Spending, ...]:
+        """Return use that other gateways were not told, of about `limit` slots at most."""
+        changes: list[Spending] = []
+        while self._changed and len(changes) < limit:
+            purse, budgets = self._changed.popitem()
+            changes += budgets.changes(purse)
+        return tuple(changes)
+
+    def own(self) -> tuple[Spending, ...]:
+        """Return all use of this gateway that still counts."""
+        return tuple(
+            spending for purse, (_, _, budgets) in self._budgets.items()
+            for spending in budgets.own(purse)
+        )  # fmt: skip
+
+    def merge(self, gateway: str, seq: int, spending: Iterable[Spending]) -> None:
+        """Take another gateway's use, from its message number `seq`; unknown keys' is dropped."""
+        now = self._now()
+        for one in spending:
+            key = self._keys.get(one.purse)
+            budgets = None if key is None else self.of(key)
+            if budgets is not None:
+                budgets.merge(gateway, seq, one, now)
 
     def document(self, key: Key) -> dict[str, Any]:
         """Return budgets as JSON builtins: of the key, and of all for an administrator."""
