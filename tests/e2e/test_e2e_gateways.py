@@ -58,6 +58,8 @@ def gateways(nats: ServerProcess, tmp_path: Path) -> Iterator[list[Fleet]]:
             nats.url,
             "--attach",
             f"http://127.0.0.1:{port}",
+            "--key-budget",
+            "day.requests=99",
         )
         starts = [("worker", "worker", "--port", str(port), *_WORKER)]
         starts += [(f"gateway-{number}", *serve) for number in range(2)]
@@ -97,3 +99,5 @@ def test_streams_outlive_the_bus_and_the_other_gateway(
     assert _hear([first]), "who is killed is not known to be gone before its lease ends"
     _until(lambda: not _hear([first]), 8.0)
     assert _row(first)["decode_requests"] == 0
+    (budget,) = first.get("/usage").json["budgets"]
+    assert budget["used"] == 5, "the killed gateway's request counts"
