@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from functools import partial
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pigou_lab.games.atomic import AtomicGame, Cost
 from pigou_lab.games.experts import (
     ActivationGame,
     activation_rows,
@@ -26,6 +31,30 @@ def test_the_known_nested_game_has_pigou_s_price() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_nesting_does_not_compound_the_price_of_affine_games(depth: int) -> None:
     assert 1.1 < worst_nested(depth, 30, 7) <= 4 / 3 + 1e-6
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 3), st.integers(2, 4), st.data())
+def test_nesting_does_not_compound_the_price_of_atomic_affine_games(
+    depth: int, players: int, data: st.DataObject
+) -> None:
+    """A request picks a GPU, an expert's copy there, and so on: a path of a binary tree."""
+    numbers = st.integers(0, 3)
+    paths = list(product(range(2), repeat=depth))
+    costs: dict[Hashable, Cost] = {}
+    for path in paths:
+        for level in range(1, depth + 1):
+            if path[:level] not in costs:
+                slope, fixed = data.draw(numbers), data.draw(numbers)
+                costs[path[:level]] = partial(_affine, slope, fixed)
+    strategies = [[path[:level] for level in range(1, depth + 1)] for path in paths]
+    game = AtomicGame(costs, [strategies] * players)
+    if game.social_cost(game.optimum()) > 0:
+        assert 1 - 1e-9 <= game.price_of_anarchy() <= 2.5 + 1e-9
+
+
+def _affine(slope: int, fixed: int, load: float) -> float:
+    return slope * load + fixed
 
 
 @pytest.mark.parametrize("copies", [2, 3])
