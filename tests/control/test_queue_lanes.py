@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 
 from pigou.config import ControlConfig, QueueClass
 from pigou.control.admission.lanes import STARVES_AFTER
-from pigou.control.messages import Ended, Queue, Route, WorkerUp
+from pigou.control.messages import Ended, PeerGone, PeerReport, Queue, Route, WorkerUp
+from pigou.control.peers.sync import PeerPublisher, PeerReceiver
 from pigou.control.plane import ControlPlane
 from pigou.request import SECOND, FinishReason, Request, Worker
 
@@ -209,3 +211,44 @@ def test_no_worker_and_no_class_gets_more_than_its_own_and_all_are_served(
     assert not lanes._streams
     assert not lanes._long
     assert not any(lanes._of_class.values())
+
+
+@pytest.mark.parametrize("demand", [(40, 40), (60, 20)])
+def test_gateways_share_a_class_s_streams_by_demand_and_the_last_has_all(
+    demand: tuple[int, int],
+) -> None:
+    planes = [fleet(max_seqs=64, classes={"a": QueueClass(concurrency=4)}) for _ in demand]
+    publishers = [PeerPublisher(name, plane) for name, plane in zip("xy", planes, strict=True)]
+    receivers = [PeerReceiver(publisher) for publisher in publishers]
+    now, running, served = 1, [list[str](), list[str]()], [0, 0]
+    rng = random.Random(5)
+
+    def exchange() -> None:
+        for sender, receiver in ((0, 1), (1, 0)):
+            state = publishers[sender].changes(now, {})
+            if state is not None:
+                report, _ = receivers[receiver].receive(state, now)
+                assert isinstance(report, PeerReport)
+                note(receiver, planes[receiver].observe(report, now))
+
+    def note(gateway: int, routes: list[Any]) -> None:
+        began = [one.request for one in routes if isinstance(one, Route)]
+        running[gateway] += began
+        served[gateway] += len(began)
+
+    for gateway, count in enumerate(demand):
+        for number in range(count):
+            if send(planes[gateway], f"{gateway}-{number}", workload="a"):
+                running[gateway].append(f"{gateway}-{number}")
+            exchange()
+    for _ in range(40):  # each end lets that gateway's next one go, unless its part is spent
+        now += SECOND // 50
+        gateway, name = rng.choice([(one, name) for one in (0, 1) for name in running[one]])
+        running[gateway].remove(name)
+        note(gateway, planes[gateway].observe(Ended(name, FinishReason.STOP), now))
+        exchange()
+        assert len(running[0]) + len(running[1]) <= 4 + 2
+    share = served[0] / sum(served)
+    assert share == pytest.approx(demand[0] / sum(demand), abs=0.15)
+    note(0, planes[0].observe(PeerGone("y"), now))
+    assert len(running[0]) == 4

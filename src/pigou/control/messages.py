@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from pigou.control.peers.bookings import PredictedPrompt, TenantService, WorkerBookings
+from pigou.control.peers.bookings import ClassLoad, PredictedPrompt, TenantService, WorkerBookings
 from pigou.control.prefix_index.index import KeyedEvent
 from pigou.control.price_of_anarchy import PoAEstimate, PoASnapshot
 from pigou.request import EngineLimits, FinishReason, KVEvent, Request, Worker
@@ -206,6 +206,7 @@ class PeerReport(Message, frozen=True):
     tenants: tuple[TenantService, ...] = ()
     prompts: tuple[PredictedPrompt, ...] = ()
     lag_ns: int = 0
+    classes: tuple[ClassLoad, ...] | None = None  # None if as before
 
 
 class PeerGone(Message, frozen=True):

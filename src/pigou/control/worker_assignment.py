@@ -253,7 +253,8 @@ class WorkerAssigner:
         """Return the workers with a row for its lane, and the tokens owed to long prompts."""
         admission, state = self._admission, self._state
         queue, is_long = admission.queue, waiting.lane.is_long
-        if admission.lanes.at_cap(waiting, int(np.count_nonzero(state.columns.decodes))):
+        workers = int(np.count_nonzero(state.columns.decodes))
+        if admission.lanes.at_cap(waiting, workers, queue.lanes):
             return ~all_workers(len(state.ids)), None
         if state.lane is None:
             return all_workers(len(state.ids)), None

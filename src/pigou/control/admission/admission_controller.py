@@ -30,7 +30,7 @@ from pigou.control.admission.worker_capacity import (
 from pigou.control.latency_model.estimates import Estimates
 from pigou.control.messages import Choice, Queue, Shed
 from pigou.control.peers.allowance import StreamAllowance
-from pigou.control.peers.bookings import TenantService
+from pigou.control.peers.bookings import ClassLoad, TenantService
 from pigou.control.prefix_index import PrefixIndex
 from pigou.control.request_tracker import RequestTracker
 from pigou.control.routing.view import FleetView
@@ -150,6 +150,10 @@ class AdmissionController:
             )
         return services
 
+    def class_loads(self) -> tuple[ClassLoad, ...]:
+        """Return this gateway's requests of each class with a cap."""
+        return self.lanes.loads(self.queue.lanes)
+
     def reprice(self, tracker: RequestTracker, index: PrefixIndex, now: int) -> None:
         """Tell the order the fleet's rates and prices, if it uses them and they are due."""
         order, passed = self._priced, now - self._priced_at
@@ -181,7 +185,7 @@ class AdmissionController:
         Long prompts and short requests leave each other what they are owed.
         """
         lanes, workers = self.full(state), int(np.count_nonzero(state.columns.decodes))
-        if not waiting.returned and self.lanes.at_cap(waiting, workers):
+        if not waiting.returned and self.lanes.at_cap(waiting, workers, self.queue.lanes):
             return lanes | {waiting.lane}
         if self.lanes.long_lane is None:
             return None

@@ -19,6 +19,8 @@ import numpy as np
 
 from pigou.config import LaneConfig, QueueClass
 from pigou.control.admission.queue_order import QueuedRequest, QueueLane
+from pigou.control.peers.allowance import GOLDEN, TenantDemand, stream_allowance
+from pigou.control.peers.bookings import ClassLoad
 from pigou.control.state import FleetState
 from pigou.request import SECOND, Counts, Flags, Request
 
@@ -52,6 +54,8 @@ class QueueLanes:
         self.long_lane: LaneConfig | None = None  # lane of the workers for long prompts
         self._streams: dict[str, _LaneStream] = {}  # by request
         self._of_class: Counter[str] = Counter()
+        self._starts: Counter[str] = Counter()  # streams that began, by class
+        self.others: dict[str, tuple[ClassLoad, ...]] = {}  # by gateway
         self._long: Counter[str] = Counter()  # streams of long prompts by worker
         self._long_tokens: Counter[str] = Counter()
         self._served: dict[QueueLane, int] = {}  # when one was routed last
@@ -85,6 +89,7 @@ class QueueLanes:
             return
         tokens = request.prompt + waiting.output * request.sequences
         self._streams[request.id] = _LaneStream(lane, worker, request.sequences, tokens)
+        self._starts[lane.workload] += 1
         self._count(request.id, 1)
 
     def ended(self, request: str) -> None:
@@ -104,20 +109,46 @@ class QueueLanes:
 
     # --- who waits ----------------------------------------------------------------------------
 
-    def at_cap(self, waiting: QueuedRequest, workers: int) -> bool:
-        """True if the request's class has its streams; one alone may be of any number."""
-        cap = self._caps.get(waiting.lane.workload, 0) * max(1, workers)
-        running = self._of_class[waiting.lane.workload]
-        return bool(cap and running and running + waiting.request.sequences > cap)
+    def loads(self, queued: Mapping[QueueLane, int]) -> tuple[ClassLoad, ...]:
+        """Return streams and waiting requests of classes with caps; `queued` counts by lane."""
+        waiting = Counter[str]()
+        for lane, count in queued.items():
+            waiting[lane.workload] += count
+        return tuple(ClassLoad(name, self._of_class[name], waiting[name]) for name in self._caps)
 
-    def full(self, lanes: Iterable[QueueLane], workers: int) -> set[QueueLane]:
+    def at_cap(self, waiting: QueuedRequest, workers: int, queued: Mapping[QueueLane, int]) -> bool:
+        """True if the request's class has its streams; one alone may be of any number."""
+        name = waiting.lane.workload
+        return name in self._caps and self._is_full(
+            name, waiting.request.sequences, workers, queued
+        )
+
+    def full(self, queued: Mapping[QueueLane, int], workers: int) -> set[QueueLane]:
         """Return those lanes whose class has no stream left."""
         return {
-            lane
-            for lane in lanes
-            if (cap := self._caps.get(lane.workload)) is not None
-            and self._of_class[lane.workload] >= cap * max(1, workers)
-        }
+            lane for lane in queued
+            if lane.workload in self._caps and self._is_full(lane.workload, 1, workers, queued)
+        }  # fmt: skip
+
+    def _is_full(
+        self, name: str, sequences: int, workers: int, queued: Mapping[QueueLane, int]
+    ) -> bool:
+        """True if this gateway's part of a class's streams has no room for more.
+
+        Gateways divide a cap by demand; the fraction of a stream is served in its mean.
+        """
+        limit, running = float(self._caps[name] * max(1, workers)), self._of_class[name]
+        if self.others:
+            demand = TenantDemand()
+            for load in self.loads(queued):
+                if load.name == name:
+                    demand.own = demand.all = load.streams + load.waiting
+            for loads in self.others.values():
+                demand.all += sum(one.streams + one.waiting for one in loads if one.name == name)
+            share = stream_allowance(limit, [demand])
+            if share < limit:
+                limit = share + self._starts[name] * GOLDEN % 1.0
+        return running > 0 and running + sequences > limit
 
     def owed_tokens(self, head: QueuedRequest | None, limits: Counts, ids: Iterable[str]) -> Counts:
         """Return the tokens on each worker that a waiting long prompt keeps from short ones."""

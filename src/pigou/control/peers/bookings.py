@@ -76,6 +76,14 @@ class TenantService(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_token_ms: int = 0
 
 
+class ClassLoad(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A gateway's requests of a class with a cap on its streams."""
+
+    name: str
+    streams: int = 0
+    waiting: int = 0  # queued requests
+
+
 class PredictedPrompt(msgspec.Struct, frozen=True, eq=False):
     """A prompt predicted on a worker without KV events: router keys, shape (blocks,)."""
 
@@ -213,6 +221,7 @@ class PeerState(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind
     heard: dict[str, tuple[int, int]] = {}
     manifest: tuple[ManifestEntry, ...] = ()  # changed versions, which void cached artifacts
     spending: tuple[Spending, ...] = ()  # changed use of budgets
+    classes: tuple[ClassLoad, ...] | None = None  # all classes with caps; None if as before
     snapshot: bool = False  # True if it has the whole state
     leaves: bool = False  # True for the last message
 

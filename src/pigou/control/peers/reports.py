@@ -49,11 +49,14 @@ class PeerReports:
         if isinstance(message, PeerGone):
             self._tracker.book(gateway, state.peers.forget(gateway), now)
             state.peers.remove(gateway)
+            self._admission.lanes.others.pop(gateway, None)
             for service in self.tenants.pop(gateway, {}).values():
                 self._change(service, TenantService(service.tenant), now)
             return
         self._note_lag(message.lag_ns, now)
         self._sent += self._tracker.book(gateway, message.workers, now)
+        if message.classes is not None:
+            self._admission.lanes.others[gateway] = message.classes
         tenants = self.tenants.setdefault(gateway, {})
         for service in message.tenants:
             before = tenants.get(service.tenant)

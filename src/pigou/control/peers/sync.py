@@ -15,6 +15,7 @@ from pigou.control.peers.bookings import (
     BOOKED,
     EXPECTED,
     SENT,
+    ClassLoad,
     PeerState,
     PredictedPrompt,
     ResendRequest,
@@ -53,6 +54,7 @@ class PeerPublisher:
         self._matrix: Counts = np.zeros((len(BOOKED), 0), dtype=np.int64)
         self._workers: dict[str, WorkerBookings] = {}
         self._tenants: dict[str, TenantService] = {}
+        self._classes: tuple[ClassLoad, ...] = ()
         self._prompts: deque[PredictedPrompt] = deque(maxlen=_PROMPTS)
         self._sent: deque[tuple[PeerState, int]] = deque(maxlen=BUFFERED)
         self.manifest = Manifest()  # the gateway's, with its changes to be sent
@@ -75,9 +77,11 @@ class PeerPublisher:
         predicted.clear()
         manifest = tuple(self.changed)
         self.changed.clear()
-        spending = self.new_spending(_ENTRIES)
+        spending, loads = self.new_spending(_ENTRIES), self._plane.admission.class_loads()
+        classes = None if loads == self._classes else loads
+        self._classes = loads
         due = not self._sent or now - self._sent[-1][1] >= HEARTBEAT_NS
-        if not (workers or tenants or prompts or manifest or spending or due):
+        if not (workers or tenants or prompts or manifest or spending or classes or due):
             return None
         self.seq += 1
         self.began_at = self.began_at or now
@@ -85,7 +89,8 @@ class PeerPublisher:
         self._tenants.update((service.tenant, service) for service in tenants)
         self._prompts += prompts
         state = PeerState(
-            self.gateway, self.seq, workers, tenants, prompts, dict(heard), manifest, spending
+            self.gateway, self.seq, workers, tenants, prompts, dict(heard), manifest,
+            spending, classes,
         )  # fmt: skip
         self._sent.append((state, now))
         return state
@@ -99,7 +104,10 @@ class PeerPublisher:
         tenants, prompts = tuple(self._tenants.values()), tuple(self._prompts)
         entries, spending = tuple(self.manifest.entries.values()), self.spending()
         return [
-            PeerState(self.gateway, self.seq, workers, tenants, prompts, snapshot=True),
+            PeerState(
+                self.gateway, self.seq, workers, tenants, prompts, classes=self._classes,
+                snapshot=True,
+            ),
             *(PeerState(self.gateway, self.seq, manifest=entries[first : first + _ENTRIES])
               for first in range(0, len(entries), _ENTRIES)),
             *(PeerState(self.gateway, self.seq, spending=spending[first : first + _ENTRIES])
@@ -164,6 +172,7 @@ class PeerFeed:
     workers: dict[str, tuple[int, WorkerBookings]] = field(default_factory=dict)
     # service by tenant, with the number of its message.
     tenants: dict[str, tuple[int, TenantService]] = field(default_factory=dict)
+    classes_seq: int = 0  # message with the last loads of classes
     asked_at: int = 0  # time of the last resend request; 0 without a gap
 
 
@@ -261,10 +270,13 @@ class PeerReceiver:
         feed.workers.update((b.worker, (seq, b)) for b in workers)
         feed.tenants.update((s.tenant, (seq, s)) for s in tenants)
         prompts = state.prompts if is_new else ()
-        if not (workers or tenants or prompts):
+        classes = state.classes if seq >= feed.classes_seq else None
+        if classes is not None:
+            feed.classes_seq = seq
+        if not (workers or tenants or prompts or classes):
             return None
         return PeerReport(
-            state.gateway, tuple(workers), tuple(tenants), prompts, lag_ns=self.lag_ns
+            state.gateway, tuple(workers), tuple(tenants), prompts, self.lag_ns, classes
         )
 
     def _ask(self, state: PeerState, feed: PeerFeed, now: int) -> ResendRequest | None:
