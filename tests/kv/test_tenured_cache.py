@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pigou.config import KVQuota
 from pigou.kv.manifest import Bound, Manifest, ManifestEntry
 from pigou.kv.tenure import Purpose, Tenure
 from pigou.kv.tenured_cache import OVERHEAD_BYTES, TenuredCache
@@ -41,7 +42,7 @@ def crossings(pairs: int, seed: int) -> tuple[int, int]:
     for number, word in enumerate(WORDS):
         manifest.change(word, "corpus", "a", str(number), NOW)
     across = own = 0
-    cache = TenuredCache[Tenure](2**20, manifest, 1.0, "lru")
+    cache = TenuredCache[Tenure](2**20, manifest, {}, "lru")
     for number in range(pairs):
         maker = random_tenure(rng)
         bound = manifest.bind(maker)
@@ -120,17 +121,24 @@ def fill(cache: TenuredCache[Any], tenant: str, count: int, size: int, cost_s: f
     return sum(cache.put(bound, b"%d" % i, i, size, cost_s, NOW) for i in range(count))
 
 
-def test_a_tenant_takes_no_more_than_its_quota_and_bytes_stay_bounded() -> None:
-    cache = TenuredCache[int](64 * OVERHEAD_BYTES, Manifest(), quota=0.25)
-    fill(cache, "flood", 500, 0, 1.0)
-    assert cache.tenant_bytes["flood"] <= 16 * OVERHEAD_BYTES
-    assert fill(cache, "calm", 8, 0, 1.0) == 8
+def test_a_tenant_above_its_quota_gives_way_and_keeps_no_more_than_its_floor() -> None:
+    quotas = {"*": KVQuota(ceiling=0.25), "calm": KVQuota(floor=0.125)}
+    cache = TenuredCache[int](64 * OVERHEAD_BYTES, Manifest(), quotas)
+    fill(cache, "flood", 500, 0, 9.0)
+    assert cache.accounts.held() == {"flood": 64 * OVERHEAD_BYTES}  # nobody else wants it
+    assert fill(cache, "calm", 8, 0, 0.01) == 8  # worth less, and within its floor
+    fill(cache, "other", 500, 0, 9.0)
+    fill(cache, "flood", 500, 0, 9.0)
+    held = cache.accounts.held()
+    assert held["calm"] == 8 * OVERHEAD_BYTES
+    assert min(held["flood"], held["other"]) >= 16 * OVERHEAD_BYTES
     assert not cache.put(cache.manifest.bind(Tenure()), b"x", 0, 17 * OVERHEAD_BYTES, 9.0, NOW)
-    assert cache.tier.used_bytes == sum(cache.tenant_bytes.values())
+    assert cache.tier.used_bytes == sum(held.values())
+    cache.tier.check()
 
 
 def test_what_saves_more_seconds_a_byte_stays() -> None:
-    cache = TenuredCache[int](32 * OVERHEAD_BYTES, Manifest(), quota=1.0)
+    cache = TenuredCache[int](32 * OVERHEAD_BYTES, Manifest(), {})
     fill(cache, "cheap", 32, 0, 0.01)
     kept = fill(cache, "dear", 16, 0, 10.0)
     assert kept == 16

@@ -37,6 +37,7 @@ class OffloadCandidate(NamedTuple):
 
     hashes: BlockHashes  # shape (n, 2)
     expiry: int  # nanoseconds since 1970
+    tenant: str = ""
     use_noted: bool = False  # True once the tiers recorded their use
     last: bool = False  # True if the device is about to evict the blocks
 
@@ -145,7 +146,9 @@ class KVOffloadConnector:
     def sequence_left(self, seq: Sequence, cached: int) -> None:
         """Record that a sequence left its row with `cached` blocks in the prefix cache."""
         if cached:
-            self._pending.append(OffloadCandidate(seq.hashes[:cached], seq.request.expiry))
+            request = seq.request
+            left = OffloadCandidate(seq.hashes[:cached], request.expiry, request.tenant)
+            self._pending.append(left)
 
     def offer_pending(self, now: int) -> None:
         """Offer pending chains within the limit of copies; deferred ones when due."""
@@ -171,7 +174,8 @@ class KVOffloadConnector:
             if not pending.last and self.tiers.defers(len(blocks)):
                 self.deferred.add(pending, blocks)
                 continue
-            move = self.tiers.offer(hashes, blocks, pending.expiry, now, self._room)
+            expiry, tenant = pending.expiry, pending.tenant
+            move = self.tiers.offer(hashes, blocks, expiry, now, self._room, tenant)
             if move is not None:
                 self._pin(move, blocks, pending.last and self._room > len(move.keys))
                 if not self._room:  # the rest of them follows

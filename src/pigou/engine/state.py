@@ -185,6 +185,8 @@ class EngineState:
             self.rows.account[:] = self.pool.nobody - 1
         if self.quotas is not None:
             self.quotas.set(quotas)
+        if self.offload is not None:
+            self.offload.tiers.set_quotas(quotas)
 
     def account(self, tenant: str) -> int:
         """Return a tenant's account in the pool."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from pigou.background import cancel
 from pigou.gateway.auth.budgets import BudgetLedger, read_budgets
-from pigou.gateway.auth.keys import KeyLoads, Keys, current_key, kv_quotas
+from pigou.gateway.auth.keys import KeyLoads, Keys, check_known, current_key, kv_quotas
 from pigou.gateway.caches.layers import Caches
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.fleet_status import FleetChanges, RegistryStatus
@@ -59,6 +59,8 @@ class Gateway:
             default, self.keys or (), bool(config.prices), lambda: began + time.monotonic_ns()
         )
         self.metrics.scrape(self.budgets.families)
+        for layer, option in self.caches.options.items():
+            check_known(f"cache {layer}: quota", option.quotas, self.keys or ())
         quotas = kv_quotas(config.kv_quotas, self.keys or ())
         for model in self.routing:
             model.plane_driver.limits.kv_quotas = quotas or None

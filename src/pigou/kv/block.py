@@ -39,6 +39,7 @@ class Block(NamedTuple):
     depth: int  # index in the chain, from 0
     size: int  # bytes in the tier
     expiry: int = NEVER  # when its tenure ends, in nanoseconds of the epoch
+    tenant: str = ""  # charged for it, if it is the first to write it
 
 
 class Entry:
@@ -49,8 +50,8 @@ class Entry:
     """
 
     __slots__ = (
-        "block", "down", "held", "last", "left", "level", "mark", "pins", "rank", "right", "up",
-        "uses",
+        "account", "block", "down", "held", "last", "left", "level", "mark", "pins", "rank",
+        "right", "up", "uses",
     )  # fmt: skip
 
     def __init__(self, block: Block, now: int) -> None:
@@ -58,6 +59,7 @@ class Entry:
         self.last = now  # last use or admission, nanoseconds
         self.uses = 0  # hits since it was admitted
         self.pins = 0  # transfers reading or writing it
+        self.account = ""  # tenant charged for it, or `*`; with quotas
         self.held = True  # False once dropped while pinned: bytes are freed by the last unpin
         self.up: Entry | None = None  # parent, if held
         self.down: Entry | None = None  # first child
@@ -86,11 +88,17 @@ def hashes_of(keys: Sequence[bytes]) -> BlockHashes:
 
 
 def chain_of(
-    hashes: BlockHashes, size: int, expiry: int = NEVER, start: int = 0, parent: bytes = ROOT
+    hashes: BlockHashes,
+    size: int,
+    expiry: int = NEVER,
+    start: int = 0,
+    parent: bytes = ROOT,
+    tenant: str = "",
 ) -> list[Block]:
     """Return consecutive blocks of a chain from index `start`; `size` in bytes, `hashes` (n, 2)."""
     keys = keys_of(hashes)
-    rows = zip(keys, [parent, *keys[:-1]], count(start), repeat(size), repeat(expiry), strict=False)
+    same = repeat(size), repeat(expiry), repeat(tenant)
+    rows = zip(keys, [parent, *keys[:-1]], count(start), *same, strict=False)
     return list(map(_block, rows))
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from pigou.config import KVQuota
 from pigou.kv.block import ROOT, Block
 from pigou.kv.manifest import Bound, Manifest, ManifestEntry
 from pigou.kv.offload import RecomputeCost
+from pigou.kv.quotas import EACH_OTHER
 from pigou.kv.tenure import Tenured
 from pigou.kv.tier import Tier
 from pigou.kv.tier_eviction.policy import TierSetting, load
@@ -17,6 +19,8 @@ from pigou.request import NEVER
 
 T = TypeVar("T")
 _KEY_BYTES = 16
+#: Quotas by which no tenant may crowd out the others.
+EACH_HALF: Mapping[str, KVQuota] = {EACH_OTHER: KVQuota(ceiling=0.5)}
 #: Bytes of an artifact's own records: tenure, keys and entries.
 OVERHEAD_BYTES = 1024
 #: Blocks of this cost have milliseconds of making for their depth.
@@ -40,19 +44,20 @@ class Held(Generic[T]):
 class TenuredCache(Generic[T]):
     """Artifacts found by equal tenure and content alone, evicted by value per byte.
 
-    A tenant holds at most `quota` of the bytes; beyond, its own least recently used ones go.
+    `quotas` are tenants' shares of the bytes (`pigou.kv.quotas`).
     """
 
     def __init__(
-        self, cap_bytes: int, manifest: Manifest, quota: float = 0.5, policy: str = "price"
-    ) -> None:
-        self.manifest, self.quota_bytes = manifest, int(cap_bytes * quota)
+        self, cap_bytes: int, manifest: Manifest, quotas: Mapping[str, KVQuota] = EACH_HALF,
+        policy: str = "price",
+    ) -> None:  # fmt: skip
+        self.manifest = manifest
         self.tier = Tier(
             cap_bytes, load(policy, TierSetting(cap_bytes, _PER_MILLISECOND)), rooted=False
         )
         self.counts: Counter[str] = Counter()  # lookups, hits, stored, refused, stale_hits
         self.saved_s = 0.0  # seconds that hits saved
-        self.tenant_bytes: Counter[str] = Counter()
+        self.accounts = self.tier.set_quotas({EACH_OTHER: KVQuota(), **quotas})
         self._held: dict[bytes, Held[T]] = {}
         self._by_tenant: dict[str, OrderedDict[bytes, None]] = {}
 
@@ -82,14 +87,16 @@ class TenuredCache(Generic[T]):
         tenant, size = bound.tenure.tenant, size + OVERHEAD_BYTES
         key = bound.tenure.key(content)[:_KEY_BYTES]
         self._forget(self.tier.expire(now))
-        if size > self.quota_bytes or not self.manifest.holds(bound) or bound.tenure.expired(now):
+        if (
+            size > self.accounts.ceiling(tenant)
+            or not self.manifest.holds(bound)
+            or bound.tenure.expired(now)
+        ):
             self.counts["refused"] += 1
             return False
         self._drop([key], now)
-        own: OrderedDict[bytes, None] = self._by_tenant.get(tenant, OrderedDict())
-        while self.tenant_bytes[tenant] + size > self.quota_bytes:
-            self._drop([next(iter(own))], now)
-        block = Block(key, ROOT, max(1, round(cost_s * 1e3)), size, min(until, bound.tenure.expiry))
+        expiry = min(until, bound.tenure.expiry)
+        block = Block(key, ROOT, max(1, round(cost_s * 1e3)), size, expiry, tenant)
         admission = self.tier.admit([block], now)
         self._forget([evicted.key for evicted in admission.evicted])
         if not admission.admitted:
@@ -98,7 +105,6 @@ class TenuredCache(Generic[T]):
         tenured = Tenured.wrap(artifact, bound.tenure, content)
         self._held[key] = Held(bound, tenured, size, cost_s, now)
         self._by_tenant.setdefault(tenant, OrderedDict())[key] = None
-        self.tenant_bytes[tenant] += size
         self.counts["stored"] += 1
         return True
 
@@ -125,7 +131,6 @@ class TenuredCache(Generic[T]):
         for key in keys:
             held = self._held.pop(key)
             tenant = held.bound.tenure.tenant
-            self.tenant_bytes[tenant] -= held.size
             del self._by_tenant[tenant][key]
             if not self._by_tenant[tenant]:
-                del self._by_tenant[tenant], self.tenant_bytes[tenant]
+                del self._by_tenant[tenant]

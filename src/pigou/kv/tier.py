@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from pigou.config import check_bounds
+from pigou.config import KVQuota, check_bounds
 from pigou.kv.block import ROOT, Block, Entry, ensure
+from pigou.kv.quotas import ByteAccounts
 from pigou.kv.tier_eviction.policy import EvictionPolicy
 from pigou.request import NEVER
 
@@ -44,6 +46,8 @@ class Tier:
         #: First held child of each parent that is not held.
         self._waiting: dict[bytes, Entry] = {}
         self._expiries: list[tuple[int, bytes]] = []
+        #: Bytes by tenant; None without quotas.
+        self.accounts: ByteAccounts | None = None
 
     def __len__(self) -> int:
         return len(self._held)
@@ -63,6 +67,16 @@ class Tier:
     def price(self) -> float:
         """Price of a byte, in seconds of prefill per second; 0 if the policy has none."""
         return self.policy.price
+
+    def set_quotas(self, quotas: Mapping[str, KVQuota], unit: int = 1) -> ByteAccounts:
+        """Replace the tenants' shares of the bytes; floors are rounded down to `unit` bytes."""
+        if self.accounts is None:
+            self.accounts = ByteAccounts(self.cap_bytes, unit)
+            for entry in (*self._held.values(), *self._doomed.values()):
+                self.accounts.charge(entry)
+                self.accounts.freed(entry)
+        self.accounts.set_quotas(quotas)
+        return self.accounts
 
     # --- use ----------------------------------------------------------------------------------
 
@@ -115,6 +129,8 @@ class Tier:
             self.policy.on_miss(candidates, now)
         answers = self.policy.admits(candidates, now) if candidates else []
         wanted = {block.key for block, answer in zip(candidates, answers, strict=True) if answer}
+        if self.accounts is not None:
+            wanted |= self.accounts.within_floor(candidates)
         if not wanted:
             return Admission([], [])
         guarded = self._guarded(blocks)
@@ -130,10 +146,11 @@ class Tier:
         for entry in reversed(taken):
             entry.pins -= 1
             self.policy.insert(entry, now)
+            if self.accounts is not None:
+                self.accounts.freed(entry)
         for entry in guarded:
             entry.pins -= 1
-            if entry.free:
-                self.policy.freed(entry, now)
+            self._freed(entry, now)
         return Admission([entry.block.key for entry in taken], evicted)
 
     def _guarded(self, blocks: Sequence[Block]) -> list[Entry]:
@@ -150,12 +167,13 @@ class Tier:
 
     def _make_room(self, block: Block, now: int, evicted: list[Block]) -> bool:
         while self.used_bytes + block.size > self.cap_bytes:
-            entry = self.policy.victim(block, now)
+            ask = partial(self.policy.victim, block, now)
+            entry = ask() if self.accounts is None else self.accounts.victim(block, ask)
             if entry is None:
                 return False
             assert entry.free, f"the policy chose {entry.block}, which is not free"
             self._unlink(entry, True, now)
-            self.used_bytes -= entry.block.size
+            self._return_bytes(entry)
             evicted.append(entry.block)
         return True
 
@@ -165,6 +183,8 @@ class Tier:
         entry.pins = 1
         self._held[block.key] = entry
         self.used_bytes += block.size
+        if self.accounts is not None:
+            self.accounts.charge(entry)
         if block.expiry != NEVER:
             heapq.heappush(self._expiries, (block.expiry, block.key))
         above = self._held.get(block.parent)
@@ -222,8 +242,20 @@ class Tier:
         if entry.pins:
             self._doomed[entry.block.key] = entry
         else:
-            self.used_bytes -= entry.block.size
+            self._return_bytes(entry)
             freed.append(entry.block.key)
+
+    def _return_bytes(self, entry: Entry) -> None:
+        self.used_bytes -= entry.block.size
+        if self.accounts is not None:
+            self.accounts.discharge(entry)
+
+    def _freed(self, entry: Entry, now: int) -> None:
+        """Tell the policy, if a block became free."""
+        if entry.free:
+            self.policy.freed(entry, now)
+            if self.accounts is not None:
+                self.accounts.freed(entry)
 
     def _unlink(self, entry: Entry, evicted: bool, now: int) -> None:
         """Unlink a leaf; its parent inherits its uses."""
@@ -246,8 +278,8 @@ class Tier:
             else:
                 self._waiting[entry.block.parent] = entry.right
         entry.up = entry.left = entry.right = None
-        if above is not None and above.free:
-            self.policy.freed(above, now)
+        if above is not None:
+            self._freed(above, now)
 
     # --- pins ---------------------------------------------------------------------------------
 
@@ -267,10 +299,10 @@ class Tier:
             entry.pins -= 1
             if entry.pins == 0 and not entry.held:
                 del self._doomed[key]
-                self.used_bytes -= entry.block.size
+                self._return_bytes(entry)
                 freed.append(key)
-            elif entry.free:
-                self.policy.freed(entry, now)
+            else:
+                self._freed(entry, now)
         return freed
 
     # --- laws ---------------------------------------------------------------------------------
@@ -281,6 +313,8 @@ class Tier:
         used = sum(entry.block.size for entry in every)
         ensure(used == self.used_bytes, f"{used} bytes are held, {self.used_bytes} counted")
         ensure(used <= self.cap_bytes, f"{used} bytes are held, the cap is {self.cap_bytes}")
+        if self.accounts is not None:
+            self.accounts.check(every)
         for key, entry in self._doomed.items():
             ensure(entry.pins > 0, f"{key.hex()} was dropped, is not pinned, and was not freed")
         for key, entry in self._held.items():

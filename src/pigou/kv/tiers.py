@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pigou.config import KVQuota
 from pigou.kv.block import ROOT, Block, chain_of, ensure, hashes_of, keys_of
 from pigou.kv.offload import (
     DEVICE,
@@ -162,6 +163,12 @@ class Tiers:
             back = speed.block / self._bytes if math.isfinite(speed.block) else 0.0
             tier.policy.learn(RecomputeCost(cost.base, cost.slope, back))
 
+    def set_quotas(self, quotas: Mapping[str, KVQuota]) -> None:
+        """Replace the tenants' shares of the bytes of each tier; see `pigou.kv.quotas`."""
+        for tier in self.tiers:
+            if quotas or tier.accounts is not None:
+                tier.set_quotas(quotas, self._bytes)
+
     # --- from and to the device -----------------------------------------------------------------
 
     def set_device_probe(self, device: Callable[[bytes], bool]) -> None:
@@ -184,7 +191,13 @@ class Tiers:
         first.use(self._chain(hashes, keys, held, len(keys), expiry), now)
 
     def offer(
-        self, hashes: BlockHashes, device: Ints, expiry: int, now: int, limit: int
+        self,
+        hashes: BlockHashes,
+        device: Ints,
+        expiry: int,
+        now: int,
+        limit: int,
+        tenant: str = "",
     ) -> Move | None:
         """Offer a sequence's first blocks, (n, 2), to the first tier; return the move, or None.
 
@@ -193,7 +206,7 @@ class Tiers:
         """
         keys = keys_of(hashes)
         first = self.tiers[0].find(keys, now)
-        rest = self._chain(hashes, keys, first, first + limit, expiry)
+        rest = self._chain(hashes, keys, first, first + limit, expiry, tenant)
         taken = self._admit(0, rest, now) if rest else 0
         if not taken:
             return None
@@ -201,10 +214,11 @@ class Tiers:
         return self._transfers.add(DEVICE, 0, rest[:taken], device[first : first + taken].copy())
 
     def _chain(
-        self, hashes: BlockHashes, keys: Sequence[bytes], start: int, stop: int, expiry: int
-    ) -> list[Block]:
+        self, hashes: BlockHashes, keys: Sequence[bytes], start: int, stop: int, expiry: int,
+        tenant: str = "",
+    ) -> list[Block]:  # fmt: skip
         parent = keys[start - 1] if start else ROOT
-        return chain_of(hashes[start:stop], self._bytes, expiry, start, parent)
+        return chain_of(hashes[start:stop], self._bytes, expiry, start, parent, tenant)
 
     def restorable(self, hashes: BlockHashes, first: int, now: int) -> Ints:
         """Return the tiers to load blocks from index `first` on from, shape (n,)."""

@@ -158,12 +158,22 @@ TIER_ROWS = (
         ("pigou_tier_recalled_blocks",
          "Blocks read from the tier for a session that was expected back.", "counts.recalled"),
         ("pigou_tier_evicted_blocks", "Blocks evicted from the tier.", "counts.evicted"),
+        ("pigou_tier_quota_evicted_blocks",
+         "Blocks of tenants above their ceilings, evicted for others; with quotas.",
+         "quota_evicted"),
+        ("pigou_tier_quota_refused_blocks",
+         "Blocks refused: their tenant is above its ceiling, or floors keep the room; with quotas.",
+         "quota_refused"),
         ("pigou_tier_lost_blocks", "Blocks that could not be written or read.", "counts.lost"),
         ("pigou_tier_corrupt_blocks", "Blocks that were torn or altered: misses.",
          "status.counts.corrupt"),
         ("pigou_tier_refused_blocks",
          "Blocks refused because queues were full or the store down.", "refused"),
     ),
+)  # fmt: skip
+TIER_TENANT_ROWS = (
+    Row("pigou_tier_tenant_bytes", "Bytes of a tenant's KV blocks in the tier, with quotas; `*` of "
+        "tenants without an account.", "bytes"),
 )  # fmt: skip
 #: Rows read from `DraftPricer`, and of the accepted tokens at each position.
 _DRAFT_ROWS = _counters(
@@ -264,6 +274,12 @@ class WorkerMetrics(MetricSet):
     def show_tiers(self, tiers: OffloadConnector) -> None:
         """Register each tier's metrics."""
         self.show(TIER_ROWS, lambda: tier_figures(tiers), "tier")
+        self.show(TIER_TENANT_ROWS, lambda: [
+            ((name, tenant), SimpleNamespace(bytes=size))
+            for name, tier in zip(tiers.names, tiers.tiers.tiers, strict=True)
+            if tier.accounts is not None
+            for tenant, size in tier.accounts.held().items()
+        ], "tier", "tenant")  # fmt: skip
 
     def show_drafts(self, drafts: DraftPricer) -> None:
         """Register the counts of draft tokens."""
@@ -369,16 +385,20 @@ class TierFigures(NamedTuple):
     refused: int
     counts: TierCounts
     status: StoreStatus
+    quota_evicted: int | None
+    quota_refused: int | None
 
 
 def tier_figures(tiers: OffloadConnector) -> Iterator[tuple[tuple[str], TierFigures]]:
     """Return each tier's metrics, by name."""
     parts = zip(tiers.status().items(), tiers.tiers.tiers, tiers.tiers.counts, strict=True)
     for (name, status), tier, counts in parts:
-        reads, writes = status.reads, status.writes
+        reads, writes, accounts = status.reads, status.writes, tier.accounts
         yield (name,), TierFigures(
             len(tier), float(getattr(tier.policy, "price", 0.0)), reads.blocks + writes.blocks,
             reads.refused + writes.refused, counts, status,
+            None if accounts is None else accounts.evicted,
+            None if accounts is None else accounts.refused,
         )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from store_bench import NAMESPACE, SIZE, entries_of, keys_of
 
+from pigou.kv.block import ROOT, Block
 from pigou.request import SECOND
 from pigou.runtime.stores.store import HEADER_BYTES, BlockRecords, decode, encode, no_records
 from pigou.runtime.stores.transfer_queue import BreakerState, CircuitBreaker, TransferRate
@@ -108,6 +109,17 @@ def test_a_rate_is_never_negative(seen: list[tuple[int, float]]) -> None:
 
 def test_entries_and_blocks_are_two_ways_to_say_the_same() -> None:
     entries = entries_of([5, 6, 7], expiry=99)
-    again = BlockRecords.of(entries.blocks(SIZE), bytes(range(32)))
+    again = BlockRecords.of(entries.blocks(SIZE))
     for name in ("keys", "parents", "depths", "expiries", "tenures"):
         assert (getattr(again, name) == getattr(entries, name)).all(), name
+
+
+def test_a_record_keeps_the_tenant_that_is_charged() -> None:
+    marks = ["", "é", "0" * 32, "0" * 33]
+    blocks = [Block(bytes([i]) * 16, ROOT, 0, SIZE, tenant=mark) for i, mark in enumerate(marks, 1)]
+    records = BlockRecords.of(blocks)
+    good, again, _ = decode(
+        encode(bytes(16), records, np.zeros(4, np.uint64), SIZE), bytes(16), SIZE
+    )
+    assert good.all()
+    assert [block.tenant for block in again.blocks(SIZE)] == ["", "é", "0" * 32, ""]

@@ -8,7 +8,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -221,19 +221,24 @@ def kv_quotas(options: Iterable[str], keys: Iterable[Key]) -> dict[str, KVQuota]
     Raises ConfigError.
     """
     quotas = read_quotas(options)
-    tenants = {""}  # "": requests without keys
     for key in keys:
-        tenants = tenants - {""} | {key.tenant}
         own, tenant = key.limits.kv, key.tenant
         if own is not None and quotas.setdefault(tenant, own) != own:
             raise ConfigError(f"tenant {tenant!r} has two KV quotas; give all its keys the same")
     check_quotas(quotas)
+    check_known("kv_quotas", quotas, keys)
+    unmarked = "", EACH_OTHER
+    return {t if t in unmarked else tenant_mark(t): quota for t, quota in quotas.items()}
+
+
+def check_known(where: str, quotas: Mapping[str, KVQuota], keys: Iterable[Key]) -> None:
+    """Raise a ConfigError for a quota of a tenant without a key; `""` is all without keys."""
+    tenants = {key.tenant for key in keys} or {""}
     for unknown in sorted(quotas.keys() - tenants - {EACH_OTHER}):
         raise ConfigError(
-            f"kv_quotas has tenant {unknown!r}, which has no key; give * or a tenant of "
+            f"{where} has tenant {unknown!r}, which has no key; give * or a tenant of "
             f"--api-keys-file ({', '.join(sorted(tenants)) or 'none'})"
         )
-    return {t if t == EACH_OTHER else tenant_mark(t): quota for t, quota in quotas.items()}
 
 
 def unauthorized() -> APIError:

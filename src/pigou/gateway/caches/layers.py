@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 from prometheus_client.core import Metric
 
-from pigou.config import ConfigError, check_bounds
+from pigou.config import ConfigError, KVQuota, check_bounds
 from pigou.gateway.caches.context import CompiledContext, Context, compile_context
 from pigou.kv.manifest import SESSION, Bound, Manifest, ManifestEntry
+from pigou.kv.quotas import EACH_OTHER, check_quotas, read_quotas
 from pigou.kv.tenure import Purpose, Tenure
 from pigou.kv.tenured_cache import TenuredCache
 from pigou.kv.tier_config import parse_size
@@ -63,6 +64,7 @@ _RATIOS = {
     CacheLayer.ANSWER: "answer_cache_hit_ratio", CacheLayer.TOOL: "tool_api_avoidance_rate",
     CacheLayer.EMBEDDING: "embedding_hit_ratio", CacheLayer.CONTEXT: "context_compile_hit_ratio",
 }  # fmt: skip
+_QUOTA = "quota."
 #: Stands for all tenants in `tenants`.
 EVERYBODY = "*"
 
@@ -126,7 +128,8 @@ class CacheOption(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     layer: CacheLayer
     size: int  # bytes
     ttl: float = 3600.0  # seconds that an artifact lasts at most
-    quota: float = 0.5  # share of the bytes that one tenant holds at most
+    quota: float = 0.5  # share of the bytes above which a tenant's artifacts go first
+    quotas: dict[str, KVQuota] = {}  # of tenants with `quota.TENANT=FLOOR:CEILING`
     policy: str = "price"  # eviction policy, as registered under `pigou.eviction`
     tenants: str = ""  # semantic: tenants answered without asking for it, with + between them; or *
     threshold: float = 0.7  # semantic: least cosine similarity of two prompts
@@ -139,6 +142,12 @@ class CacheOption(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         for name, value in (("quota", self.quota), ("threshold", self.threshold)):
             if not 0 < value <= 1:
                 raise ConfigError(f"cache {self.layer}: {name} is {value:g}; it must be in (0, 1]")
+        if EACH_OTHER in self.quotas:
+            raise ConfigError(
+                f"cache {self.layer}: quota.{EACH_OTHER} is given; write quota=SHARE for each "
+                "other tenant"
+            )
+        check_quotas(self.quotas, f"cache {self.layer}: quota")
         given = (self.tenants, self.embedding, self.threshold) != ("", "", 0.7)
         if self.layer is not CacheLayer.SEMANTIC and given:
             raise ConfigError(
@@ -157,9 +166,15 @@ def read_caches(texts: Iterable[str]) -> dict[CacheLayer, CacheOption]:
                 f"cache is {text!r}; write LAYER=SIZE[,key=value]..., as answer=64MiB,ttl=600; "
                 f"layers are {', '.join(CacheLayer)}"
             )
-        values: dict[str, Any] = {"layer": layer, "size": parse_size(size)}
+        quotas = [item.removeprefix(_QUOTA) for item in rest if item.startswith(_QUOTA)]
+        values: dict[str, Any] = {
+            "layer": layer, "size": parse_size(size),
+            "quotas": read_quotas(quotas, f"cache {layer}: quota"),
+        }  # fmt: skip
         for item in rest:
             key, _, value = item.partition("=")
+            if item.startswith(_QUOTA):
+                continue
             if key in values:
                 raise ConfigError(f"cache {text!r}: {key} is given twice; give it once")
             values[key] = value
@@ -187,7 +202,12 @@ class Caches:
         self.options = read_caches(texts)
         self.manifest = Manifest()
         self.layers: dict[CacheLayer, TenuredCache[Any]] = {
-            layer: TenuredCache(option.size, self.manifest, option.quota, option.policy)
+            layer: TenuredCache(
+                option.size,
+                self.manifest,
+                {EACH_OTHER: KVQuota(ceiling=option.quota), **option.quotas},
+                option.policy,
+            )
             for layer, option in self.options.items()
         }
         self.served: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # by tenant and reply id
@@ -305,7 +325,7 @@ class Caches:
         prices = [((layer,), cache.tier.price) for layer, cache in rows]
         yield gauge_family("pigou_cache_byte_price", about, prices, "layer")
         sizes = [((layer, tenant), float(size)) for layer, cache in rows
-                 for tenant, size in cache.tenant_bytes.items()]  # fmt: skip
+                 for tenant, size in cache.accounts.held().items()]  # fmt: skip
         yield gauge_family("pigou_cache_bytes", "Bytes of a tenant.", sizes, "layer", TENANT)
         for layer, name in _RATIOS.items():
             if (cache := self.layers.get(layer)) is not None:

@@ -24,6 +24,7 @@ Bools: TypeAlias = NDArray[np.bool_]
 #: Tenure digests, shape (n, 32).
 Digests: TypeAlias = NDArray[np.uint8]
 TENURE_BYTES = 32
+_TENANT = "utf-8", "surrogateescape"
 _COLUMNS = ("keys", "parents", "depths", "expiries", "tenures")
 #: Format version; records of another are ignored.
 MAGIC = b"PIGOUKV1"
@@ -135,7 +136,7 @@ class BlockRecords:
     parents: BlockHashes  # keys of the preceding blocks, shape (n, 2); (0, 0) for a first block
     depths: Ints  # preceding blocks in the sequence, shape (n,), int32
     expiries: Nanos  # nanoseconds since 1970, or `NEVER`, shape (n,)
-    tenures: Digests  # shape (n, 32); zeros if unknown
+    tenures: Digests  # shape (n, 32); or the tenant's mark; zeros if unknown
 
     def __post_init__(self) -> None:
         n = len(self.keys)
@@ -164,21 +165,25 @@ class BlockRecords:
     def blocks(self, size: int) -> list[Block]:
         """Convert to the scheduler's blocks of `size` bytes each."""
         keys, parents = keys_of(self.keys), keys_of(self.parents)
-        rest = zip(keys, parents, self.depths.tolist(), self.expiries.tolist(), strict=True)
+        tenants = (bytes(row).rstrip(b"\0").decode(*_TENANT) for row in self.tenures)
+        rest = self.depths.tolist(), self.expiries.tolist(), tenants
         return [
-            Block(key, parent if any(parent) else ROOT, depth, size, expiry)
-            for key, parent, depth, expiry in rest
+            Block(key, parent if any(parent) else ROOT, depth, size, expiry, tenant)
+            for key, parent, depth, expiry, tenant in zip(keys, parents, *rest, strict=True)
         ]
 
     @staticmethod
-    def of(blocks: Sequence[Block], tenure: bytes = bytes(TENURE_BYTES)) -> BlockRecords:
-        """Build records of the scheduler's blocks, all of one tenure."""
+    def of(blocks: Sequence[Block]) -> BlockRecords:
+        """Build records of the scheduler's blocks; tenants of over 32 bytes are left out."""
         records = no_records(len(blocks))
         records.keys[:] = hashes_of([block.key for block in blocks])
         records.parents[:] = hashes_of([block.parent or bytes(16) for block in blocks])
         records.depths[:] = [block.depth for block in blocks]
         records.expiries[:] = [block.expiry for block in blocks]
-        records.tenures[:] = np.frombuffer(tenure, dtype=np.uint8)
+        names = [block.tenant.encode(*_TENANT) for block in blocks]
+        marks = b"".join((name if len(name) <= TENURE_BYTES else b"").ljust(TENURE_BYTES, b"\0")
+                         for name in names)  # fmt: skip
+        records.tenures[:] = np.frombuffer(marks, dtype=np.uint8).reshape(-1, TENURE_BYTES)
         return records
 
     @staticmethod
