@@ -397,7 +397,7 @@ _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class KVQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A tenant's shares of a worker's KV blocks on the device."""
+    """A tenant's shares of a worker's KV blocks on the device, and of each tier's bytes."""
 
     floor: _Share = 0.0  # share that is not evicted for others
     ceiling: _Share = 1.0  # above, it goes first, and its requests wait for those of others

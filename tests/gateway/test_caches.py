@@ -16,8 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.gateway.stub import Fleet, Script, Stub, serving
 
-from pigou.gateway.auth.keys import Keys, make_key
+from pigou.config import ConfigError
+from pigou.gateway.auth.keys import Key, Keys, make_key
 from pigou.gateway.caches.context import Context, compile_context
+from pigou.gateway.caches.layers import CacheLayer, Caches, read_caches
 from pigou.gateway.caches.semantic import guard
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -363,3 +365,29 @@ async def test_an_embedding_is_computed_once_for_a_text() -> None:
         for other in ({"dimensions": 2}, {"cache_salt": "x"}, {"input": ["a", "new"]}):
             await call(fleet, page, {"model": "stub", "input": "a"} | other)
         assert len(batches) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("answer=1MiB,quota.acme=0.6:0.5", "a floor up to the ceiling"),
+        ("answer=1MiB,quota.acme=0.6", "write TENANT=FLOOR:CEILING"),
+        ("answer=1MiB,quota.a=0.6:1,quota.b=0.6:1", "floors are 1.2 together"),
+        ("answer=1MiB,quota.*=0:0.3", "write quota=SHARE"),
+        ("answer=1MiB,quota=0", "must be in"),
+    ],
+)
+def test_quotas_of_a_cache_that_cannot_hold_are_refused(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        read_caches([text])
+
+
+async def test_a_cache_has_quotas_of_tenants_with_a_key_alone() -> None:
+    with pytest.raises(ConfigError, match="cache answer: quota has tenant 'acme', which has no"):
+        async with serving(Stub("w"), caches=("answer=1MiB,quota.acme=0.2:0.5",)):
+            pass
+    text = "answer=1MiB,quota=0.4,quota.acme=0.2:0.5"
+    async with serving(Stub("w"), caches=(text,), keys=Keys([Key("acme", b"digest")])):
+        pass
+    accounts = Caches([text]).layers[CacheLayer.ANSWER].accounts
+    assert [accounts.ceiling(tenant) for tenant in ("acme", "other")] == [2**19, 419430]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,13 @@ from tests.lib.examples import examples
 
 from pigou.config import ConfigError
 from pigou.kv.offload import RecomputeCost
+from pigou.request import SECOND
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import FleetConfig, Outage, WorkerGroup
 from pigou.sim.setup import TierConfig
 from pigou.sim.tiers import recompute_cost_of, simulated_tiers
 from pigou.sim.timing_models import build_timing
+from pigou.sim.workload import OpenLoop, RequestSession, RequestSpec
 
 #: A block of 16 tokens of Llama-3.1-8B has 2 MiB.
 BLOCK = 2 / 1024
@@ -117,3 +120,24 @@ def test_all_but_the_last_tier_have_room_for_what_is_on_its_way_down() -> None:
     assert tiers.tiers[0].cap_bytes == 30 * 2**21
     assert tiers.tiers[1].cap_bytes == 100 * 2**21
     assert tiers.copies == 32
+
+
+def _cached(host: int, *quotas: str) -> float:
+    """Return the cached share of a tenant's four prompts of ten blocks, beside a flood."""
+    sessions = []
+    for at in range(80):
+        mine = RequestSpec(160, 1, (at % 4,), 0, 160.0, tenant="victim")
+        junk = RequestSpec(160, 1, (at,), 1, 160.0, tenant="flood")
+        sessions += [RequestSession(at * SECOND // 4 + i, (spec,)) for i, spec in
+                     enumerate([mine, junk, replace(junk, hash_scope=2)])]  # fmt: skip
+    given = setup(30, near(host), engine="pigou", kv_quotas=quotas)
+    runs = run(OpenLoop(sessions), "1xboth", setup=given).runs
+    mine = [one for one in runs if one.spec.tenant == "victim"]
+    return sum(one.cached_tokens for one in mine) / sum(one.spec.prompt_tokens for one in mine)
+
+
+def test_a_floor_keeps_a_tenants_prefixes_in_tiers_from_a_flood() -> None:
+    flooded = _cached(60)
+    assert _cached(60, "victim=0:1", "*=0:0.2") > flooded + 0.2
+    assert _cached(60, "victim=0.8:1") > flooded + 0.2
+    assert _cached(60, "victim=0.8:1") > _cached(4, "victim=0.8:1") + 0.2

@@ -147,8 +147,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     caches: Annotated[
         tuple[str, ...],
         option(
-            "Cache above the engine, LAYER=SIZE[,ttl=SECONDS][,quota=SHARE][,policy=NAME], of "
-            "answer, semantic, tool, retrieval, embedding, context. Repeatable.",
+            "Cache above the engine, LAYER=SIZE[,ttl=SECONDS][,quota=SHARE][,quota.TENANT=FLOOR:"
+            "CEILING][,policy=NAME], of answer, semantic, tool, retrieval, embedding, context. "
+            "Repeatable.",
             "Gateway",
             name="cache",
         ),
@@ -175,8 +176,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     kv_quotas: Annotated[
         tuple[str, ...],
         option(
-            "Shares of each worker's KV blocks, TENANT=FLOOR:CEILING from 0 to 1; tenant * is "
-            "each other one. Repeatable.",
+            "Shares of each worker's KV blocks and tiers, TENANT=FLOOR:CEILING from 0 to 1; tenant "
+            "* is each other one. Repeatable.",
             "Gateway",
             name="kv_quota",
         ),

@@ -117,7 +117,7 @@ class Setup(ParallelOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     kv_quotas: Annotated[
         tuple[str, ...],
         option(
-            "Shares of each worker's KV blocks, TENANT=FLOOR:CEILING from 0 to 1; tenant "
+            "Shares of each worker's KV blocks and tiers, TENANT=FLOOR:CEILING from 0 to 1; tenant "
             "* is each other one of the workload. Repeatable.",
             "Fleet",
             name="kv_quota",
