@@ -129,7 +129,7 @@ class CacheOption(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     size: int  # bytes
     ttl: float = 3600.0  # seconds that an artifact lasts at most
     quota: float = 0.5  # share of the bytes above which a tenant's artifacts go first
-    quotas: dict[str, KVQuota] = {}  # of tenants with `quota.TENANT=FLOOR:CEILING`
+    quotas: dict[str, KVQuota] = {}  # shares by tenant: `quota.TENANT=FLOOR:CEILING`
     policy: str = "price"  # eviction policy, as registered under `pigou.eviction`
     tenants: str = ""  # semantic: tenants answered without asking for it, with + between them; or *
     threshold: float = 0.7  # semantic: least cosine similarity of two prompts
