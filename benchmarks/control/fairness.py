@@ -1,7 +1,7 @@
 """Three tenants, one of which floods: what the others' first tokens wait for, by order.
 
     python -m benchmarks.control.fairness [--seconds 120] [--workers 4] [--flood 10] [--seeds 5]
-        [--policy toll]
+        [--first 0] [--policy toll]
 
 Workers are simulated: steps of continuous batching with chunked prefill, first come first served
 inside, a step's seconds affine in its streams and prompt tokens. The control plane is the real
@@ -223,6 +223,7 @@ ORDERS: dict[str, dict[str, Any]] = {
     "drf": {"admission": {"order": "drf"}},
     "karma": {"admission": {"order": "karma"}},
     "dlpm": {"admission": {"order": "dlpm"}},
+    "d2lpm": {"admission": {"order": "d2lpm"}},
     "market": {"admission": {"order": "market"}},
 }
 
@@ -233,6 +234,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--flood", type=float, default=10.0)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--policy", default="toll")
     args = parser.parse_args()
     speed = Speed()
@@ -243,7 +245,7 @@ def main() -> None:
     samples: dict[str, dict[str, list[float]]] = {}
     shed: dict[str, dict[str, list[int]]] = {name: {} for name in ORDERS}
     ratios: dict[str, list[float]] = {name: [] for name in ORDERS}
-    for seed in range(args.seeds):
+    for seed in range(args.first, args.first + args.seeds):
         quiet = {t: requests(t, rate, args.seconds, seed) for t in QUIET}
         flood = requests(FLOOD, rate * args.flood, args.seconds, seed)
         alone = {}

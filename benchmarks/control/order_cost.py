@@ -19,7 +19,7 @@ from pigou.control.admission.queue_order import QueuedRequest, load
 from pigou.control.admission.usage_prices import FleetRates
 from pigou.request import SECOND, Request
 
-ORDERS = ("fcfs", "fair", "drf", "karma", "dlpm", "market")
+ORDERS = ("fcfs", "fair", "drf", "karma", "dlpm", "d2lpm", "market")
 PROMPT, BLOCK, REPORTS, WAITING = 2048, 16, 8, 8
 
 

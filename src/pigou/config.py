@@ -579,7 +579,7 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         dict[str, Any],
         option(
             "Order of waiting requests: fcfs, priority, edf, shortest, shortest-remaining, fair, "
-            "priority-fair, drf, karma, dlpm or market, [,parameter=value]... (entry points "
+            "priority-fair, drf, karma, dlpm, d2lpm or market, [,parameter=value]... (entry points "
             "`pigou.admission`).",
             "Admission",
             form="named",

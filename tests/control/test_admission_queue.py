@@ -189,7 +189,7 @@ def test_shares_of_the_queue_follow_the_weights() -> None:
     assert sum(isinstance(each, Queue) for each in found) == 30
 
 
-@pytest.mark.parametrize("order", ["fair", "drf", "karma", "dlpm", "market"])
+@pytest.mark.parametrize("order", ["fair", "drf", "karma", "dlpm", "d2lpm", "market"])
 def test_made_up_names_share_the_weight_of_all_that_have_none(order: str) -> None:
     weights, credit = {"a": 1.0, "*": 1.0}, {"credit": 0.0} if order == "fair" else {}
     plane = fleet(max_inflight=1, tenant_weights=weights, admission={"order": order} | credit)

@@ -25,6 +25,7 @@ ORDERS: dict[str, dict[str, Any]] = {
     "drf": {"credit": 0.0, "claim": "max_tokens", "prefill_tokens_s": 9.0, "output_tokens_s": 18.0},
     "karma": {},
     "dlpm": {"quantum": 20.0},
+    "d2lpm": {"quantum": 20.0, "worker_quantum": 20.0},
     "market": {"credit": 0.0, "claim": "max_tokens"},
 }
 NAMES = list(ORDERS)
@@ -117,6 +118,7 @@ def test_sharing_incentive_a_flood_leaves_a_tenant_its_part(name: str) -> None:
 COUNTED = {
     "drf": (4 / 18, 3 / 9 + 1e-9), "market": (13.0, 6.0), "fcfs": (9.0, 5.0),
     "priority-fair": (9.0, 5.0), "fair": (9.0, 5.0), "karma": (9.0, 5.0), "dlpm": (9.0, 5.0),
+    "d2lpm": (9.0, 5.0),
 }  # fmt: skip
 
 

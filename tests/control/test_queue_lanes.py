@@ -18,7 +18,7 @@ from pigou.request import SECOND, FinishReason, Request, Worker
 
 LANE = "min_prompt=1000,tokens=64,seqs=1,kv_share=0.5"
 ORDERS = ("fcfs", "priority", "edf", "shortest", "fair", "priority-fair", "drf", "karma", "dlpm",
-          "market")  # fmt: skip
+          "d2lpm", "market")  # fmt: skip
 
 
 def fleet(

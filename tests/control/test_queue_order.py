@@ -200,7 +200,10 @@ def test_a_tenant_may_order_its_own_requests() -> None:
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        ({"order": "nope"}, r"'nope'.*dlpm, drf, edf, fair, fcfs, karma, market, priority, "),
+        (
+            {"order": "nope"},
+            r"'nope'.*d2lpm, dlpm, drf, edf, fair, fcfs, karma, market, ",
+        ),
         ({}, "None; it must be one of"),
         ({"order": "shortest", "ageing": 0}, "ageing is 0; it must be at least 1"),
         ({"order": "shortest", "aging": 3}, "unknown field `aging`; its keys are: ageing"),

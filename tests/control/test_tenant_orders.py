@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from pigou.config import ConfigError, ControlConfig
+from pigou.control.admission.deficit_orders import Dlpm
 from pigou.control.admission.fair_order import TenantOrder
 from pigou.control.admission.queue_order import QueuedRequest, load
-from pigou.control.admission.tenant_orders import Dlpm, Drf, KarmaOrder, MarketOrder
+from pigou.control.admission.tenant_orders import Drf, KarmaOrder, MarketOrder
 from pigou.control.admission.usage_prices import FleetRates, KVResidency
 from pigou.control.messages import Route, WorkerUp
 from pigou.control.plane import ControlPlane
@@ -277,7 +278,7 @@ def test_what_an_order_cannot_take_is_named(chosen: dict[str, Any], field: str) 
 
 
 def test_every_order_forgets_requests_that_are_removed() -> None:
-    for name in ("drf", "karma", "dlpm", "market"):
+    for name in ("drf", "karma", "dlpm", "d2lpm", "market"):
         where = order(name)
         kept = put(where, "a", serial=0, keys=[1])
         gone = put(where, "b", serial=1, keys=[2])
@@ -310,7 +311,7 @@ def test_market_prices_a_second_of_the_fleet_at_a_credit() -> None:
 
 
 def test_who_owes_is_not_forgotten_among_many_tenants() -> None:
-    for name in ("karma", "dlpm"):
+    for name in ("karma", "dlpm", "d2lpm"):
         where = order(name)
         for serial in range(3):
             where.taken(put(where, "debtor", 900, serial=serial), 900)

@@ -226,7 +226,11 @@ class WorkerAssigner:
         if room is not streams and not np.count_nonzero(room):
             return None
         sources = open_ if self._remote_kv_fetch and state.has_fetch_sources else None
-        choice = router.choose(request, fleet, both(open_, prompts), room, now, sources)
+        able = both(open_, prompts)
+        allowed = self._admission.allowed(request, state, room, open_)
+        choice = router.choose(request, fleet, able, allowed, now, sources)
+        if choice is None and allowed is not room:  # no pair of them can
+            choice = router.choose(request, fleet, able, room, now, sources)
         if choice is None:
             return None
         self._admission.began(waiting, choice, state.row[choice.decode], fleet, now)

@@ -378,7 +378,7 @@ def test_staleness_is_the_age_of_the_last_word_and_how_long_it_took() -> None:
     assert ours.receiver.staleness_ns(30 + HEARTBEAT_NS) >= HEARTBEAT_NS
 
 
-@pytest.mark.parametrize("order", ["fair", "drf", "karma", "dlpm", "market"])
+@pytest.mark.parametrize("order", ["fair", "drf", "karma", "dlpm", "d2lpm", "market"])
 def test_service_at_another_gateway_counts_in_every_order_of_shares(order: str) -> None:
     """Two tenants wait here; the one that another gateway served goes second."""
     node = GatewayNode("a", workers=1, admission={"order": order}, max_inflight=1)

@@ -12,7 +12,7 @@ Lies are searched by own gain (by harm, where that is the aim) on seed 101, and 
 | gain, latency_gain | tokens of its jobs, and its inverse median TTFT, over honest play |
 | cost | fleet seconds charged to the attacker at the default prices, over honest play |
 | attempts | requests that the attacker sent for each of its jobs |
-| hit_ratio | prompt tokens of a victim found in the prefix cache, of all its prompt tokens |
+| hit_ratio | prompt tokens found in a prefix cache, of honest play or of a victim beside quotas |
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ ORDERS: Mapping[str, Mapping[str, Any]] = {
     "drf": {},
     "karma": {},
     "dlpm": {"quantum": 2048.0},
+    "d2lpm": {"quantum": 2048.0},
     "market": {},
 }
 #: Orders that are another one where nobody claims a deadline or priority, and so are not run.
@@ -261,6 +262,8 @@ class Figures:
     work: float  # fleet seconds of all within the time of arrivals
     attempts: float  # attempts of the attacker's requests, in all
     own_jobs: float
+    prompts: float  # prompt tokens of all that was served
+    hits: float  # of these, found in a cache
 
 
 Case: TypeAlias = tuple[str, str, tuple[tuple[str, float], ...], int]  # order, attack, lie, seed
@@ -299,7 +302,7 @@ def figures_of(order: str, attack: str, lie: tuple[tuple[str, float], ...], seed
     end = EPOCH + round(HOLD_S * SECOND)
     ttfts: list[float] = []
     own: list[float] = []
-    tokens = cost = work = attempts = own_jobs = 0.0
+    tokens = cost = work = attempts = own_jobs = prompts = hits = 0.0
     for run in result.runs:
         is_own = run.spec.tenant.startswith(ATTACKER)
         attempts, own_jobs = attempts + is_own * run.attempts, own_jobs + is_own
@@ -311,12 +314,14 @@ def figures_of(order: str, attack: str, lie: tuple[tuple[str, float], ...], seed
             ttfts.append(_waited(run))
         paid = price(run.spec.prompt_tokens - run.cached_tokens, run.output_tokens)
         if run.outcome is RunOutcome.DONE:
+            prompts, hits = prompts + run.spec.prompt_tokens, hits + run.cached_tokens
             cost += paid * is_own
             if run.last_token_ns <= end:
                 work += paid
                 tokens += run.output_tokens * (is_own and run.spec.hash_scope == _JOBS)
     good = sum(ttft <= TTFT_SLO_S for ttft in ttfts)
-    return Figures(tuple(ttfts), good, tuple(own), tokens, cost, work, attempts, own_jobs)
+    sums = (tokens, cost, work, attempts, own_jobs, prompts, hits)
+    return Figures(tuple(ttfts), good, tuple(own), *sums)
 
 
 def _waited(run: RequestRun) -> float:
@@ -327,7 +332,7 @@ def together(runs: Sequence[Figures]) -> Figures:
     """Return the figures of several runs as of one."""
     ttfts = tuple(value for run in runs for value in run.ttfts)
     own = tuple(value for run in runs for value in run.own_ttfts)
-    names = ("tokens", "cost", "work", "attempts", "own_jobs")
+    names = ("tokens", "cost", "work", "attempts", "own_jobs", "prompts", "hits")
     sums = (math.fsum(getattr(run, name) for run in runs) for name in names)
     return Figures(ttfts, sum(run.good for run in runs), own, *sums)
 
@@ -397,7 +402,7 @@ def _row(level: int, attack: str, order: str, seeds: Sequence[int]) -> Row:
         "latency_gain": _median(honest.own_ttfts) / _median(lied.own_ttfts),
         "cost": lied.cost / honest.cost, "attempts": lied.attempts / lied.own_jobs,
         "throughput_ratio": honest.work / fcfs.work,
-        "credit_term": _credit(order, honest, len(seeds)),
+        "hit_ratio": honest.hits / honest.prompts, "credit_term": _credit(order, honest, len(seeds)),
     }  # fmt: skip
     return row | dict.fromkeys(COMPARED)
 

@@ -89,6 +89,7 @@ RULES: Mapping[str, Rule] = {
     "order drf": partial(ordered, "drf", prefill_tokens_s=1.0, credit=0.0),
     "order karma": partial(ordered, "karma", service_s=float(CAPACITY), output_weight=0.0),
     "order dlpm": partial(ordered, "dlpm", quantum=1.0, credit=0.0),
+    "order d2lpm": partial(ordered, "d2lpm", quantum=1.0, credit=0.0, worker_quantum=1.0),
     "order market": partial(ordered, "market", credit=0.0),
 }
 

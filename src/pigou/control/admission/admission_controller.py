@@ -34,8 +34,8 @@ from pigou.control.peers.bookings import ClassLoad, TenantService
 from pigou.control.prefix_index import PrefixIndex
 from pigou.control.request_tracker import RequestTracker
 from pigou.control.routing.view import FleetView
-from pigou.control.state import FleetState, StreamSlots
-from pigou.request import NEVER, SECOND, Counts, Request, payer_of
+from pigou.control.state import FleetState, StreamSlots, both
+from pigou.request import NEVER, SECOND, Counts, Flags, Request, payer_of
 
 #: A worker that failed a request is tried again for it after this time, if no other can serve.
 EXCLUDED_FOR = SECOND
@@ -78,9 +78,10 @@ class AdmissionController:
         self.displaced: list[Shed] = []  # requests displaced since the last tick
         #: the order, where it shares between tenants without bands
         self.shared = order if isinstance(order, TenantOrder) else None
-        #: the same order if it `follows` requests; if it is `priced`
+        #: the same order if it `follows` requests; if it is `priced`; if it `masks` workers
         self._follower = self.shared if self.shared is not None and self.shared.follows else None
         self._priced = self.shared if self.shared is not None and self.shared.priced else None
+        self._masker = self.shared if self.shared is not None and self.shared.masks else None
         self._priced_at = self._written = 0
         self.allowance = StreamAllowance()  # this gateway's share of streams
 
@@ -283,6 +284,12 @@ class AdmissionController:
         yields |= self.lanes.class_of(waiting.request).lane == "background"
         background = yields and not waiting.request.priority
         return int(background) if priority is None and background else priority
+
+    def allowed(self, request: Request, state: FleetState, room: Flags, open_: Flags) -> Flags:
+        """Return the workers with room that the order lets a request use, (workers,)."""
+        if self._masker is None:
+            return room
+        return self._masker.allowed(request, state.ids, both(room, open_))
 
     def began(
         self, waiting: QueuedRequest, choice: Choice, row: int, fleet: FleetView, now: int

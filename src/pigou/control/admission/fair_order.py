@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
@@ -13,7 +13,7 @@ from pigou.control.admission.queue_order import Heap, QueuedRequest, QueueOrder
 from pigou.control.admission.usage_prices import FleetRates
 from pigou.control.peers.allowance import TokenCharges
 from pigou.control.peers.bookings import TenantService
-from pigou.request import Request
+from pigou.request import Flags, Request
 
 #: With this many tenants counted, those that owe nothing are forgotten.
 _MAX_TENANTS = 1024
@@ -105,6 +105,8 @@ class TenantOrder(QueueOrder):
     follows: ClassVar[bool] = False
     #: Whether it is told of the fleet's rates and prices (`reprice`).
     priced: ClassVar[bool] = False
+    #: Whether it says which workers a tenant may use (`allowed`).
+    masks: ClassVar[bool] = False
     kind: ClassVar[type[Tenant]] = Tenant
 
     def __init__(self, params: Any = None, credit: float = 0.0) -> None:
@@ -152,6 +154,10 @@ class TenantOrder(QueueOrder):
 
     def reprice(self, rates: FleetRates) -> None:
         """Take the fleet's rates and prices of the moment (`priced`)."""
+
+    def allowed(self, request: Request, ids: Sequence[str], room: Flags) -> Flags:
+        """Return the workers with room that a request may use, (workers,) (`masks`)."""
+        return room
 
     # --- a queue order ------------------------------------------------------------------------
 

@@ -1,15 +1,14 @@
-"""Orders that share between tenants by dominant shares, credits, prefixes, or prices."""
+"""Orders that share between tenants by dominant shares, credits, or prices."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections import OrderedDict
 from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from pigou.config import ConfigError, check_bounds
+from pigou.config import check_bounds
 from pigou.control.admission.fair_order import (
     Served,
     ShareParams,
@@ -32,8 +31,6 @@ _IDLE_NS = 60 * SECOND
 #: Weight of the last quantum in the learned capacity.
 _NEW = 0.2
 _PRICES = ("prefill_s", "output_s", "kv_token_s")
-#: Blocks whose dispatch is remembered (`dlpm`).
-_MAX_BLOCKS = 65_536
 
 
 class UsageParams(ShareParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -456,164 +453,3 @@ class KarmaOrder(TenantOrder):
             level += (owed - paid) / rising
         for user in donors:
             user.credits += min(donated[user.name], max(0.0, level - user.credits))
-
-
-class DlpmParams(TokenParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `Dlpm`."""
-
-    quantum: float = 4096.0  # service that a refill adds, per weight (Q)
-    # refills that a tenant keeps while none of its requests waits, per weight; 0 is the published
-    # rule, under which it waits a turn after each small burst.
-    credit: float = 16384.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_bounds("quantum", self.quantum, gt=0)
-        check_bounds("credit", self.credit, ge=0)
-        if self.within != "fcfs":
-            raise ConfigError(
-                f"within is {self.within!r}: dlpm serves the longest prefix; leave it out"
-            )
-
-
-class _DlpmTenant(Tenant):
-    __slots__ = ("deficit", "refills")
-
-    def __init__(self, name: str, counter: float) -> None:
-        super().__init__(name, counter)
-        self.deficit = 0.0
-        self.refills = -1.0  # refills of everybody when it last waited; -1: never
-
-
-class Dlpm(TenantOrder):
-    """Deficit longest prefix match (Cao et al., arXiv 2501.14312).
-
-    The longest cached prefix goes first, of tenants with a deficit above 0; of equal prefixes that
-    of the largest deficit per weight. A tenant's deficit falls by what is computed for it: w_p per
-    uncached prompt token, w_q per output token. When nobody that waits has any, each of them gets Q
-    times its weight until one is above 0.
-
-    Cached is what a worker held when the request came, and what was sent to workers since. A step
-    costs O(tenants that wait), and O(blocks) once for each request.
-    """
-
-    Params: ClassVar[type[msgspec.Struct]] = DlpmParams
-    kind: ClassVar[type[Tenant]] = _DlpmTenant
-
-    def __init__(self, params: DlpmParams | None = None) -> None:
-        super().__init__(params)
-        self._refills = 0.0
-        self._sent: OrderedDict[int, None] = OrderedDict()  # router keys of blocks, newest last
-        # waiting requests by the key of the first block that is not cached
-        self._missing: dict[int, dict[str, tuple[QueuedRequest, int]]] = {}
-        self._matched: dict[str, tuple[int, int]] = {}  # tokens, and the key that is missing
-
-    def deficit(self, tenant: str) -> float:
-        """Return the service that a tenant may still have."""
-        known: Any = self._tenants.get(tenant)
-        return 0.0 if known is None else known.deficit
-
-    def charge(self, name: str, served: Served) -> None:
-        """Take service from the deficit."""
-        tenant: Any = self._tenant(name)
-        tenant.deficit -= self.params.service(served)
-
-    def owes(self, tenant: Any, floor: float) -> bool:
-        """True if it has less than a newcomer would get."""
-        return bool(tenant.deficit < 0.0)
-
-    def lift(self, tenant: Any) -> None:
-        """Add refills that it missed, up to the credit; limit debts of when nobody waited."""
-        quantum, credit = (n * tenant.weight for n in (self.params.quantum, self.params.credit))
-        if tenant.refills >= 0.0 and tenant.deficit < credit > 0.0:
-            missed = self._refills - tenant.refills
-            tenant.deficit = min(tenant.deficit + missed * quantum, credit)
-        if not self.contended:
-            tenant.deficit = max(tenant.deficit, -quantum)
-
-    def add(self, waiting: QueuedRequest) -> None:
-        """Add a waiting request."""
-        tenant = self._tenant(waiting.request.account)
-        tenant.weight = waiting.weight
-        if not tenant.queue:
-            self.lift(tenant)
-        self._wait(tenant, waiting, waiting.request.prompt - waiting.uncached, 0)
-        if tenant.entry is None:
-            self._push(tenant)
-
-    def remove(self, waiting: QueuedRequest) -> None:
-        """Remove a waiting request."""
-        super().remove(waiting)
-        tenant: Any = self._tenants[waiting.request.account]
-        tenant.refills = self._refills
-        _, missing = self._matched.pop(waiting.request.id, (0, 0))
-        held = self._missing.get(missing)
-        if held is not None:
-            held.pop(waiting.request.id)
-            if not held:
-                del self._missing[missing]
-
-    def first(self, now: int) -> QueuedRequest | None:
-        """Return the longest prefix of the tenants with a deficit, after a refill if none has."""
-        waiting: list[Any] = [
-            tenant for tenant in self._tenants.values() if tenant.queue.first(self.blocked)
-        ]
-        if not waiting:
-            return None
-        quantum = self.params.quantum
-        if all(tenant.deficit <= 0.0 for tenant in waiting):
-            refills = min(1 + -tenant.deficit // (quantum * tenant.weight) for tenant in waiting)
-            self._refills += refills
-            for tenant in waiting:
-                tenant.deficit += refills * quantum * tenant.weight
-        best = min((t for t in waiting if t.deficit > 0.0), key=self._rank)
-        first: QueuedRequest = best.queue.first(self.blocked)
-        return first
-
-    def underserved(self, waiting: QueuedRequest) -> bool:
-        """True if a tenant that waits has less deficit per weight by half the credit."""
-        tenants: list[Any] = [tenant for tenant in self._tenants.values() if tenant.queue]
-        lowest = min((tenant.deficit / tenant.weight for tenant in tenants), default=math.inf)
-        own = self.deficit(waiting.request.account) / waiting.weight
-        return bool(own - lowest > 0.5 * self.params.credit > 0.0)
-
-    def _rank(self, tenant: Any) -> tuple[int, float, int]:
-        matched, serial = self._key(tenant.queue.first(self.blocked))
-        return matched, -tenant.deficit / tenant.weight, serial
-
-    def taken(self, waiting: QueuedRequest, uncached: int) -> None:
-        """Charge the prompt; its blocks are cached from now on."""
-        super().taken(waiting, uncached)
-        for key in _blocks(waiting.request)[1]:
-            self._sent[key] = None
-            self._sent.move_to_end(key)
-            for other, index in self._missing.pop(key, {}).values():
-                tenant = self._tenants[other.request.account]
-                tenant.queue.remove(other)
-                self._wait(tenant, other, 0, index + 1)
-        while len(self._sent) > _MAX_BLOCKS:
-            self._sent.popitem(last=False)
-
-    def _wait(self, tenant: Tenant, waiting: QueuedRequest, cached: int, begin: int) -> None:
-        """Queue a request by its prefix, of which `cached` tokens or `begin` blocks are known."""
-        size, keys = _blocks(waiting.request)
-        index = max(begin, min(cached // size, len(keys))) if size else 0
-        while index < len(keys) and keys[index] in self._sent:
-            index += 1
-        missing = keys[index] if index < len(keys) else 0
-        if missing:
-            self._missing.setdefault(missing, {})[waiting.request.id] = waiting, index
-        self._matched[waiting.request.id] = max(cached, index * size), missing
-        tenant.queue.add(self._key(waiting)[0], waiting)
-
-    def _key(self, waiting: QueuedRequest) -> tuple[int, int]:
-        return -self._matched[waiting.request.id][0], waiting.serial
-
-
-def _blocks(request: Request) -> tuple[int, list[int]]:
-    """Return a block's tokens and the router keys of a prompt's blocks."""
-    size, keys = next(iter(request.keys.items()), (0, None))
-    if keys is not None:
-        return size, keys.tolist()
-    hashes = request.hashes
-    return (request.prompt // len(hashes), hashes[:, 1].tolist()) if len(hashes) else (0, [])
