@@ -197,8 +197,10 @@ class WorkerAssigner:
         """Choose and charge workers; None if none can take the request."""
         request, capacity, state = waiting.request, self._admission.capacity, self._state
         own_streams = self._admission.activity.own_total
-        if not waiting.returned and self._admission.allowance.spent(own_streams):
-            return None  # this gateway has its part of the places
+        # this gateway has its part of the places, or the tenant its own
+        spent = self._admission.allowance.spent(own_streams)
+        if not waiting.returned and (spent or self._admission.is_held(waiting, state)):
+            return None
         above = self._admission.above(waiting)
         streams, lane, owed = capacity.streams(state, above), state.lane, None
         if self._admission.lanes.some and not waiting.returned:

@@ -13,6 +13,7 @@ from pigou.control.admission.admission_queue import (
     MIN_RETRY,
     AdmissionQueue,
     DrainRate,
+    LongStreams,
     Refusal,
     TenantActivity,
     TenantQuota,
@@ -81,6 +82,7 @@ class AdmissionController:
         #: the same order if it `follows` requests; if it is `priced`; if it `masks` workers
         self._follower = self.shared if self.shared is not None and self.shared.follows else None
         self._priced = self.shared if self.shared is not None and self.shared.priced else None
+        self._long = LongStreams(order.params.overrun) if getattr(order, "holds", False) else None
         self._masker = self.shared if self.shared is not None and self.shared.masks else None
         self._priced_at = self._written = 0
         self.allowance = StreamAllowance()  # this gateway's share of streams
@@ -291,6 +293,18 @@ class AdmissionController:
             return room
         return self._masker.allowed(request, state.ids, both(room, open_))
 
+    def is_held(self, waiting: QueuedRequest, state: FleetState) -> bool:
+        """True if its tenant gets no further stream now."""
+        self.update_held(state)
+        return waiting.request.account in self.queue.order.held
+
+    def update_held(self, state: FleetState) -> None:
+        """Tell the order which tenants to pass over."""
+        order = self.queue.order
+        if self._long is not None and (self._long or order.held):
+            streams = self.capacity.max_streams(state, UNLIMITED)[state.columns.decodes]
+            order.held = self._long.held(self.activity, float(streams.sum()), self._weights)
+
     def began(
         self, waiting: QueuedRequest, choice: Choice, row: int, fleet: FleetView, now: int
     ) -> None:
@@ -307,17 +321,19 @@ class AdmissionController:
     def failed(self, request: Request, now: int) -> None:
         """Record that a routed request lost its worker."""
         self.capacity.free(request.id)
-        self.lanes.ended(request.id)
-        self.activity.ended(request.account, request.sequences)
-        if self._follower is not None:
-            self._follower.ended(request, now)
+        self._left(request, now)
 
     def ended(self, request: Request, now: int) -> None:
         """Record that a routed request left the fleet."""
-        self.lanes.ended(request.id)
         self.drain_rate.ended(now, self.capacity.free(request.id))
-        self.activity.ended(request.account, request.sequences)
+        self._left(request, now)
         self.activity.seen(request.account, self._weights.get(request.account, 1.0), now)
+
+    def _left(self, request: Request, now: int) -> None:
+        self.lanes.ended(request.id)
+        self.activity.ended(request.account, request.sequences)
+        if self._long is not None:
+            self._long.ended(request)
         if self._follower is not None:
             self._follower.ended(request, now)
 
@@ -328,6 +344,9 @@ class AdmissionController:
             routed = streams.requests[slot]
             assert routed is not None, "tokens of a slot that no request has"
             served(routed.request, count)
+            if self._long is not None:
+                expected = self.capacity.expected_output(routed.request.id)
+                self._long.grew(routed.request, count, expected)
 
     def _late(self, waiting: QueuedRequest, now: int, min_ttft_s: float) -> str | None:
         deadline = waiting.request.deadline

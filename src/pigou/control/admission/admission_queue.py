@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from pigou.control.admission.queue_order import (
     QueueOrder,
     WorkerLimits,
 )
-from pigou.request import SECOND
+from pigou.request import SECOND, Request
 
 #: Hard limit of the queue over its limit, which keeps room for the tenants' shares.
 _OVERFLOW = 2
@@ -188,6 +188,10 @@ class TenantActivity:
         if not self._streams[tenant]:
             del self._streams[tenant]
 
+    def streams(self, tenant: str) -> tuple[int, int]:
+        """Return a tenant's streams, and how many of them are at other gateways."""
+        return self._streams[tenant], self._peer_streams[tenant]
+
     def peer_streams(self, tenant: str, change: int) -> None:
         """Record a change of a tenant's streams at other gateways."""
         if change:
@@ -213,6 +217,54 @@ class TenantActivity:
         """True if a tenant exceeds its share of streams, and others are active."""
         part = self.part(tenant, weight)
         return part < 1.0 and self._streams[tenant] > part * self._total
+
+
+class LongStreams:
+    """Streams that run beyond `overrun` times the output expected of them, by tenant.
+
+    One goes on for as long again as it ran, as long tails do, so it weighs its output over what was
+    expected. A tenant at its share of the streams gets no more while its long ones weigh that
+    share: their places come free for nobody else.
+    """
+
+    def __init__(self, overrun: float) -> None:
+        self._overrun = overrun
+        self._tokens: dict[str, int] = {}  # output by request
+        self._long: dict[str, dict[str, float]] = {}  # weights by tenant and request
+
+    def __bool__(self) -> bool:
+        """True if any stream is long."""
+        return bool(self._long)
+
+    def grew(self, request: Request, tokens: int, expected: int) -> None:
+        """Count output; `expected` is the request's in all."""
+        tokens += self._tokens.get(request.id, 0)
+        self._tokens[request.id] = tokens
+        if tokens > self._overrun * expected > 0.0:
+            self._long.setdefault(request.account, {})[request.id] = tokens / expected
+
+    def ended(self, request: Request) -> None:
+        """Forget a stream."""
+        self._tokens.pop(request.id, None)
+        own = self._long.get(request.account)
+        if own is not None:
+            own.pop(request.id, None)
+            if not own:
+                del self._long[request.account]
+
+    def held(
+        self, activity: TenantActivity, places: float, weights: Mapping[str, float]
+    ) -> list[str]:
+        """Return the tenants that get no further stream of the fleet's `places`."""
+        held = []
+        for tenant, own in self._long.items():
+            part = activity.part(tenant, weights.get(tenant, 1.0))
+            streams, elsewhere = activity.streams(tenant)
+            share = max(1.0, part * places)
+            weight = sum(own.values()) * streams / max(1, streams - elsewhere)
+            if part < 1.0 and streams >= share <= weight:
+                held.append(tenant)
+        return held
 
 
 class AdmissionQueue:

@@ -116,9 +116,7 @@ class Dlpm(TenantOrder):
 
     def first(self, now: int) -> QueuedRequest | None:
         """Return the longest prefix of the tenants with a deficit, after a refill if none has."""
-        waiting: list[Any] = [
-            tenant for tenant in self._tenants.values() if tenant.queue.first(self.blocked)
-        ]
+        waiting = self._served()
         if not waiting:
             return None
         quantum = self.params.quantum
@@ -175,7 +173,7 @@ class D2lpmParams(DlpmParams, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Parameters of `D2lpm`."""
 
     # service that a refill adds to a tenant's deficits of workers (Q_w).
-    worker_quantum: float = 4096.0
+    worker_quantum: float = 1024.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -45,9 +45,12 @@ class ShareParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # share of each worker's streams and tokens withheld from tenants above their share of the
     # fleet, while others use it.
     reserve: float = 0.0625
+    # streams are long beyond this many times their expected output (`LongStreams`); 0: none is.
+    overrun: float = 2.0
 
     def __post_init__(self) -> None:
         check_bounds("reserve", self.reserve, ge=0, lt=1)
+        check_bounds("overrun", self.overrun, ge=0)
 
 
 class TokenParams(ShareParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -101,6 +104,7 @@ class TenantOrder(QueueOrder):
     """
 
     holds_back: ClassVar[bool] = True
+    holds: ClassVar[bool] = True
     #: Whether it is told of `began`, `ended` and the time, to count KV and claims.
     follows: ClassVar[bool] = False
     #: Whether it is told of the fleet's rates and prices (`reprice`).
@@ -192,9 +196,9 @@ class TenantOrder(QueueOrder):
     def first(self, now: int) -> QueuedRequest | None:
         """Return the first request of the tenant with the lowest counter."""
         tenant = self._lowest()
-        if tenant is None or not self.blocked:
+        if tenant is None or not (self.blocked or self.held):
             return None if tenant is None else tenant.queue.first()
-        waiting = [t for t in self._tenants.values() if t.entry and t.queue.first(self.blocked)]
+        waiting = [tenant for tenant in self._served() if tenant.entry]
         tenant = min(waiting, key=lambda one: (self.rank(one), one.entry or ()), default=None)
         return None if tenant is None else tenant.queue.first(self.blocked)
 
@@ -267,6 +271,11 @@ class TenantOrder(QueueOrder):
     def contended(self) -> bool:
         """True if a request waits here or at another gateway; else service costs no tenant."""
         return self._lowest() is not None or bool(self._elsewhere)
+
+    def _served(self) -> list[Any]:
+        """Return the tenants with a request that may go."""
+        tenants = (one for one in self._tenants.values() if one.name not in self.held)
+        return [tenant for tenant in tenants if tenant.queue.first(self.blocked)]
 
     def _raise(self, name: str, service: float) -> None:
         """Add service over weight to a tenant's counter."""
@@ -361,6 +370,7 @@ class PriorityFair(QueueOrder):
 
     Params: ClassVar[type[msgspec.Struct]] = FairParams
     holds_back: ClassVar[bool] = True
+    holds: ClassVar[bool] = True
 
     def __init__(self, params: FairParams | None = None) -> None:
         self.params: FairParams = params or FairParams()
@@ -389,7 +399,7 @@ class PriorityFair(QueueOrder):
     def first(self, now: int) -> QueuedRequest | None:
         """Return the next request, in O(priorities in use)."""
         for _, band in sorted(one for one in self._bands.items() if not one[1].idle):
-            band.blocked = self.blocked
+            band.blocked, band.held = self.blocked, self.held
             if (waiting := band.first(now)) is not None:
                 return waiting
         return None

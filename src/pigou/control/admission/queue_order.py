@@ -54,6 +54,9 @@ class QueueOrder:
     refuses_late: ClassVar[bool] = False
     #: Lanes whose requests cannot go now; `first` passes them over.
     blocked: Collection[QueueLane] = ()
+    #: Whether `first` passes over the tenants `held`, which get no further stream now.
+    holds: ClassVar[bool] = False
+    held: Collection[str] = ()
 
     def __init__(self, params: msgspec.Struct | None = None) -> None:
         self.params: Any = params or self.Params()
