@@ -1,4 +1,4 @@
-"""Long streams: who fills a fleet with them keeps its share of the places, and no more."""
+"""Long streams: who fills a fleet with them gets its share of the places, and no more."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.control.admission.admission_queue import LongStreams, TenantActivity
+from pigou.control.admission.admission_queue import LINGERS, LongStreams, TenantActivity
 from pigou.control.admission.queue_order import load
 from pigou.control.messages import Ended, PeerReport, PrefillDone, Queue, Route, WorkerUp
 from pigou.control.peers.bookings import TenantService
@@ -18,7 +18,7 @@ PLACES, EXPECTED = 8, 200
 
 
 class Fleet:
-    """One worker of 8 places, whose requests are expected to have 200 tokens of output."""
+    """One worker of 8 places, whose requests had 200 tokens of output so far."""
 
     def __init__(self, order: str, **params: float) -> None:
         admission = {"order": order, **params}
@@ -49,7 +49,10 @@ class Fleet:
     def end(self, request: str) -> list[str]:
         """End a request; return those that take its place."""
         ended = self.plane.observe(Ended(request, FinishReason.STOP), self.now)
-        return [route.request for route in ended if isinstance(route, Route)]
+        routed = [route.request for route in ended if isinstance(route, Route)]
+        for one in routed:
+            self.plane.observe(PrefillDone(one), self.now)
+        return routed
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -69,7 +72,7 @@ def test_a_tenant_with_its_share_of_long_streams_gets_no_more_and_is_passed_over
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_streams_of_twice_the_expected_output_are_not_long(order: str) -> None:
+def test_streams_of_twice_the_mean_output_are_not_long(order: str) -> None:
     fleet = Fleet(order)
     for _ in range(PLACES // 2):
         fleet.tokens(fleet.send("x"), 2 * EXPECTED - 20)
@@ -91,13 +94,22 @@ def test_a_tenant_alone_may_have_all_places_for_as_long_as_it_likes() -> None:
         fleet.tokens(fleet.send("x"), 3 * EXPECTED)
 
 
-def test_a_held_tenant_goes_on_when_its_long_streams_end() -> None:
+def test_a_held_tenant_keeps_its_share_and_is_free_ten_seconds_after_its_long_streams() -> None:
     fleet = Fleet("fair")
     long = [fleet.send("x") for _ in range(PLACES // 2)]
     for request in long:
         fleet.tokens(request, 3 * EXPECTED)
     assert fleet.send("x") == ""
-    assert [request[0] for request in fleet.end(long[0])] == ["x"]
+    for request in long:  # its next have their places at once
+        fleet.send("x")
+        assert [one[0] for one in fleet.end(request)] == ["x"]
+    activity = fleet.plane.admission.activity
+    fleet.plane.tick(fleet.now)
+    assert activity.streams("x")[0] == PLACES // 2
+    fleet.now += LINGERS
+    assert fleet.send("v")  # others are active still
+    fleet.plane.tick(fleet.now)
+    assert activity.streams("x")[0] > PLACES // 2
 
 
 def test_streams_at_other_gateways_count_as_long_as_those_here() -> None:
@@ -106,11 +118,38 @@ def test_streams_at_other_gateways_count_as_long_as_those_here() -> None:
         activity.seen(tenant, 1.0, 0)
     activity.began("x")
     activity.peer_streams("x", 3)
-    long.grew(Request("r", 1, 10**6, tenant="x"), 300, 100)
-    assert long.held(activity, 8.0, {}) == ["x"]
-    assert long.held(activity, 8.0, {"x": 9.0}) == []  # its share is 7.2 places
+    for number in range(40):
+        long.grew(past := Request(f"p{number}", 1, 10**6, tenant="v"), 100)
+        long.ended(past)
+    long.grew(Request("r", 1, 10**6, tenant="x"), 300)
+    assert long.held(activity, 8.0, {"x": 9.0}, 0) == []  # its share is 7.2 places
+    assert long.held(activity, 8.0, {}, 0) == ["x"]
     activity.peer_streams("x", -3)
-    assert long.held(activity, 8.0, {}) == []
+    assert long.held(activity, 8.0, {}, 0) == []
+
+
+def test_a_request_of_several_sequences_is_long_by_what_one_of_them_has() -> None:
+    activity, long = TenantActivity(), LongStreams(2.0)
+    for number in range(40):
+        long.grew(past := Request(f"p{number}", 1, 10**6, tenant="v", sequences=2), 200)
+        long.ended(past)
+    for tenant in "xv":
+        activity.seen(tenant, 1.0, 0)
+    activity.began("x", 4)
+    many = Request("r", 1, 10**6, tenant="x", sequences=4)
+    long.grew(many, 800)
+    assert long.held(activity, 4.0, {}, 0) == []
+    long.grew(many, 40)
+    assert long.held(activity, 4.0, {}, 0) == ["x"]
+
+
+def test_no_stream_is_long_before_some_ended() -> None:
+    long = LongStreams(2.0)
+    for number in range(31):
+        long.grew(past := Request(f"p{number}", 1, 10**6, tenant="v"), 100)
+        long.ended(past)
+    long.grew(Request("r", 1, 10**6, tenant="x"), 10**5)
+    assert not long
 
 
 def test_service_elsewhere_makes_nobody_held_alone() -> None:

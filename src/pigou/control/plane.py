@@ -455,7 +455,7 @@ class ControlPlane:
         if not queue:
             return routes
         skip: list[WorkerLimits] = []
-        self.admission.update_held(self.state)
+        self.admission.update_held(self.state, now)
         blocked = self.admission.full(self.state)
         while (waiting := queue.next(now, skip, blocked)) is not None:
             if waiting.limits in skip:

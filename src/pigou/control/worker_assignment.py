@@ -199,7 +199,7 @@ class WorkerAssigner:
         own_streams = self._admission.activity.own_total
         # this gateway has its part of the places, or the tenant its own
         spent = self._admission.allowance.spent(own_streams)
-        if not waiting.returned and (spent or self._admission.is_held(waiting, state)):
+        if not waiting.returned and (spent or self._admission.is_held(waiting, state, now)):
             return None
         above = self._admission.above(waiting)
         streams, lane, owed = capacity.streams(state, above), state.lane, None

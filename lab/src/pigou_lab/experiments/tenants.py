@@ -263,7 +263,7 @@ class Figures:
     attempts: float  # attempts of the attacker's requests, in all
     own_jobs: float
     prompts: float  # prompt tokens of all that was served
-    hits: float  # of these, found in a cache
+    hits: float  # prompt tokens found in a cache
 
 
 Case: TypeAlias = tuple[str, str, tuple[tuple[str, float], ...], int]  # order, attack, lie, seed
@@ -402,7 +402,8 @@ def _row(level: int, attack: str, order: str, seeds: Sequence[int]) -> Row:
         "latency_gain": _median(honest.own_ttfts) / _median(lied.own_ttfts),
         "cost": lied.cost / honest.cost, "attempts": lied.attempts / lied.own_jobs,
         "throughput_ratio": honest.work / fcfs.work,
-        "hit_ratio": honest.hits / honest.prompts, "credit_term": _credit(order, honest, len(seeds)),
+        "hit_ratio": honest.hits / honest.prompts,
+        "credit_term": _credit(order, honest, len(seeds)),
     }  # fmt: skip
     return row | dict.fromkeys(COMPARED)
 

@@ -293,17 +293,18 @@ class AdmissionController:
             return room
         return self._masker.allowed(request, state.ids, both(room, open_))
 
-    def is_held(self, waiting: QueuedRequest, state: FleetState) -> bool:
+    def is_held(self, waiting: QueuedRequest, state: FleetState, now: int) -> bool:
         """True if its tenant gets no further stream now."""
-        self.update_held(state)
+        self.update_held(state, now)
         return waiting.request.account in self.queue.order.held
 
-    def update_held(self, state: FleetState) -> None:
+    def update_held(self, state: FleetState, now: int) -> None:
         """Tell the order which tenants to pass over."""
         order = self.queue.order
         if self._long is not None and (self._long or order.held):
             streams = self.capacity.max_streams(state, UNLIMITED)[state.columns.decodes]
-            order.held = self._long.held(self.activity, float(streams.sum()), self._weights)
+            places = float(streams.sum())
+            order.held = self._long.held(self.activity, places, self._weights, now)
 
     def began(
         self, waiting: QueuedRequest, choice: Choice, row: int, fleet: FleetView, now: int
@@ -345,8 +346,7 @@ class AdmissionController:
             assert routed is not None, "tokens of a slot that no request has"
             served(routed.request, count)
             if self._long is not None:
-                expected = self.capacity.expected_output(routed.request.id)
-                self._long.grew(routed.request, count, expected)
+                self._long.grew(routed.request, count)
 
     def _late(self, waiting: QueuedRequest, now: int, min_ttft_s: float) -> str | None:
         deadline = waiting.request.deadline

@@ -24,6 +24,8 @@ LINGERS = 10 * SECOND
 #: Maximum of requests shed for one newcomer.
 _MAX_SHED = 8
 _NOBODY: frozenset[str] = frozenset()
+#: Streams that must have ended before any counts as long, and those that their mean is over.
+_LEARNED, _RECENT = 32, 256
 #: Departures in the window.
 _WINDOW = 64
 #: Mean gaps of silence that lower the rate: such gaps are rare (5% of Poisson's).
@@ -220,32 +222,41 @@ class TenantActivity:
 
 
 class LongStreams:
-    """Streams that run beyond `overrun` times the output expected of them, by tenant.
+    """Streams that run beyond `overrun` times the mean output of recent ones, by tenant.
 
-    One goes on for as long again as it ran, as long tails do, so it weighs its output over what was
-    expected. A tenant at its share of the streams gets no more while its long ones weigh that
-    share: their places come free for nobody else.
+    One goes on for as long again as it ran, as long tails do, so it weighs its output over that
+    mean. A tenant whose long ones weigh its share of the places gets no streams beyond that
+    share, until `LINGERS` after: their places come free for nobody else, and its next are like
+    them.
     """
 
     def __init__(self, overrun: float) -> None:
         self._overrun = overrun
+        self._mean = 0.0  # output tokens of a sequence
+        self._ended = 0
         self._tokens: dict[str, int] = {}  # output by request
         self._long: dict[str, dict[str, float]] = {}  # weights by tenant and request
+        self._weighed: dict[str, int] = {}  # when they weighed the tenant's share last
 
     def __bool__(self) -> bool:
-        """True if any stream is long."""
-        return bool(self._long)
+        """True if any tenant may be held."""
+        return bool(self._long or self._weighed)
 
-    def grew(self, request: Request, tokens: int, expected: int) -> None:
-        """Count output; `expected` is the request's in all."""
+    def grew(self, request: Request, tokens: int) -> None:
+        """Count output."""
         tokens += self._tokens.get(request.id, 0)
         self._tokens[request.id] = tokens
-        if tokens > self._overrun * expected > 0.0:
-            self._long.setdefault(request.account, {})[request.id] = tokens / expected
+        mean = self._mean * request.sequences
+        if tokens > self._overrun * mean > 0.0 and self._ended >= _LEARNED:
+            self._long.setdefault(request.account, {})[request.id] = tokens / mean
 
     def ended(self, request: Request) -> None:
-        """Forget a stream."""
-        self._tokens.pop(request.id, None)
+        """Forget a stream, and learn from its output."""
+        tokens = self._tokens.pop(request.id, 0)
+        if tokens:
+            self._ended += 1
+            share = 1.0 / min(self._ended, _RECENT)
+            self._mean += share * (tokens / request.sequences - self._mean)
         own = self._long.get(request.account)
         if own is not None:
             own.pop(request.id, None)
@@ -253,16 +264,20 @@ class LongStreams:
                 del self._long[request.account]
 
     def held(
-        self, activity: TenantActivity, places: float, weights: Mapping[str, float]
+        self, activity: TenantActivity, places: float, weights: Mapping[str, float], now: int
     ) -> list[str]:
         """Return the tenants that get no further stream of the fleet's `places`."""
         held = []
-        for tenant, own in self._long.items():
+        for tenant in [*self._long, *(name for name in self._weighed if name not in self._long)]:
             part = activity.part(tenant, weights.get(tenant, 1.0))
             streams, elsewhere = activity.streams(tenant)
             share = max(1.0, part * places)
-            weight = sum(own.values()) * streams / max(1, streams - elsewhere)
-            if part < 1.0 and streams >= share <= weight:
+            weight = sum(self._long.get(tenant, {}).values())
+            if weight * streams / max(1, streams - elsewhere) >= share:
+                self._weighed[tenant] = now
+            elif now - self._weighed.get(tenant, now) >= LINGERS:
+                del self._weighed[tenant]
+            if part < 1.0 and streams >= share and tenant in self._weighed:
                 held.append(tenant)
         return held
 

@@ -210,11 +210,6 @@ class D2lpm(Dlpm):
         super().__init__(params or D2lpmParams())
         self._running: dict[str, str] = {}  # workers by request
 
-    def worker_deficit(self, tenant: str, worker: str) -> float:
-        """Return the service that a tenant may still have of a worker."""
-        known: Any = self._tenants.get(tenant)
-        return 0.0 if known is None else known.workers.get(worker, 0.0)
-
     def allowed(self, request: Request, ids: Sequence[str], room: Flags) -> Flags:
         """Return the workers of those with room that the tenant may use, (workers,)."""
         tenant: Any = self._tenant(request.account)

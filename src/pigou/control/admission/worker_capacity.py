@@ -110,11 +110,6 @@ class WorkerCapacity:
             self._variances[held.worker] = max(0.0, self._variances[held.worker] - held.variance)
         return gone
 
-    def expected_output(self, request: str) -> int:
-        """Return the output expected of a routed request; 0 if unknown."""
-        held = self._expected.get(request)
-        return 0 if held is None else held.output
-
     def down(self, worker: str) -> None:
         """Forget a worker and all it held."""
         for request in [key for key, held in self._expected.items() if held.worker == worker]:
