@@ -10,12 +10,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 
 from pigou.config import KVQuota
 from pigou.engine.sequence import Sequence, WaitingQueue
 from pigou.kv.block_pool import CEILING, FLOOR, HELD
 from pigou.kv.prefix_cache import PrefixCache
 from pigou.kv.quotas import Accounts
+
+_key = attrgetter("key")
+#: Stands for `entitled` beside lanes.
+_ENTITLED = -2
 
 
 class TenantQuotas:
@@ -26,6 +31,8 @@ class TenantQuotas:
         self._prefix, self._size = prefix, block_size
         #: By lane and tenant, the first that did not fit, until blocks or rows become free.
         self.blocked: dict[tuple[bool, str], Sequence] = {}
+        #: Version of the queue in which nobody was next, by skipped lane, or entitled.
+        self._settled: dict[int, int] = {}
         #: Sequence that running ones were preempted for, until it is admitted.
         self.owed: Sequence | None = None
 
@@ -36,37 +43,50 @@ class TenantQuotas:
     def block(self, queue: WaitingQueue, seq: Sequence) -> None:
         """Record that a waiting sequence did not fit; its tenant's others wait behind it."""
         self.blocked[queue.is_long(seq), seq.request.tenant] = seq
+        self._settled.clear()
         if self.owed is not None and self.owed.request.tenant == seq.request.tenant:
             self.owed = None
 
+    def unblock(self) -> None:
+        """Let waiting sequences that did not fit be tried again."""
+        self.blocked.clear()
+        self._settled.clear()
+
     def next(self, queue: WaitingQueue, skip: int = -1) -> Sequence | None:
         """Return the waiting sequence to admit next, not of lane `skip`."""
-        heads = [(self.account(seq), seq) for seq in queue.heads() if queue.is_long(seq) != skip]
+        if self._settled.get(skip) == queue.version:
+            return None
+        heads = [seq for seq in queue.heads() if skip < 0 or queue.is_long(seq) != skip]
         if self.owed is not None:
             owed = queue.is_long(self.owed), self.owed.request.tenant
-            for _, seq in heads:
+            for seq in heads:
                 if (queue.is_long(seq), seq.request.tenant) == owed:
                     return seq
             self.owed = None
         lanes = {lane for lane, _ in self.blocked}
-        free = [
-            (self._above(account, CEILING) >= 0, seq.key, seq)
-            for account, seq in heads
-            if not self._is_blocked(queue, seq)
-            and (queue.is_long(seq) not in lanes or self._is_within_floor(account, seq))
-        ]
-        return min(free, key=lambda entry: entry[:2])[2] if free else None
+        above: Sequence | None = None
+        for seq in sorted(heads, key=_key):
+            if self._is_blocked(queue, seq):
+                continue
+            account = self.account(seq)
+            if queue.is_long(seq) in lanes and not self._is_within_floor(account, seq):
+                continue
+            if self._above(account, CEILING) < 0:
+                return seq
+            above = above or seq
+        if above is None:  # until blocks become free, tenants hold no fewer below their floors
+            self._settled[skip] = queue.version
+        return above
 
     def entitled(self, queue: WaitingQueue) -> Sequence | None:
         """Return the first sequence within its tenant's floor that did not fit; each once."""
-        heads = [(seq.key, self.account(seq), seq) for seq in queue.heads()]
-        for _, account, seq in sorted(heads):
-            if (
-                self._is_blocked(queue, seq)
-                and not seq.was_owed
-                and self._is_within_floor(account, seq)
-            ):
+        if self._settled.get(_ENTITLED) == queue.version:
+            return None
+        for seq in sorted(queue.heads(), key=_key):
+            is_blocked = not seq.was_owed and self._is_blocked(queue, seq)
+            if is_blocked and self._is_within_floor(self.account(seq), seq):
                 return seq
+        self._settled[_ENTITLED] = queue.version
         return None
 
     def victims(self, running: list[Sequence]) -> list[Sequence]:
@@ -84,7 +104,7 @@ class TenantQuotas:
     def set(self, quotas: Mapping[str, KVQuota]) -> None:
         """Replace all quotas."""
         self.accounts.set(quotas)
-        self.blocked.clear()
+        self.unblock()
 
     def _is_blocked(self, queue: WaitingQueue, seq: Sequence) -> bool:
         """True if it, or one before it of its lane and tenant, did not fit."""
@@ -98,7 +118,7 @@ class TenantQuotas:
     def _is_within_floor(self, account: int, seq: Sequence) -> bool:
         """True if a tenant stays within its floor with a waiting sequence's new blocks."""
         room, total = -self._above(account, FLOOR), -(-seq.length // self._size)
-        if room >= total or room < 0:
+        if room >= total or room < max(0, total - len(seq.hashes)):
             return room >= total
         hits = len(self._prefix.match(seq.hashes, len(seq.hashes)).blocks)
         return room >= total - hits

@@ -114,6 +114,7 @@ class WaitingQueue:
         self._present: set[Sequence] = set()
         self._parked: dict[str, list[Sequence]] = {}  # by adapter that is not loaded
         self.adapters: Counter[str] = Counter()  # sequences by adapter
+        self.version = 0  # changes with the sequences that may be next
 
     def __len__(self) -> int:
         return len(self._present)
@@ -125,15 +126,18 @@ class WaitingQueue:
         """Add a sequence; keys are unique."""
         heappush(self._heap(seq), (seq.key, seq))
         self._present.add(seq)
+        self.version += 1
         self.adapters[seq.request.model] += 1
 
     def park(self, seq: Sequence) -> None:
         """Pass over a lane's next sequence until its adapter is loaded."""
         heappop(self._heap(seq))
+        self.version += 1
         self._parked.setdefault(seq.request.model, []).append(seq)
 
     def unpark(self, adapter: str) -> None:
         """Put an adapter's sequences back in order."""
+        self.version += 1
         for seq in self._parked.pop(adapter, ()):
             heappush(self._heap(seq), (seq.key, seq))
 
@@ -149,9 +153,15 @@ class WaitingQueue:
 
     def heads(self) -> list[Sequence]:
         """Return the next sequence of each lane and tenant."""
-        self.head()
-        self._heaps = {key: heap for key, heap in self._heaps.items() if heap}
-        return [heap[0][1] for heap in self._heaps.values()]
+        found = []
+        for heap in self._heaps.values():
+            while heap and heap[0][1] not in self._present:
+                heappop(heap)
+            if heap:
+                found.append(heap[0][1])
+        if len(found) < len(self._heaps):
+            self._heaps = {key: heap for key, heap in self._heaps.items() if heap}
+        return found
 
     def split(self) -> None:
         """Keep the sequences of each tenant apart."""
@@ -173,6 +183,7 @@ class WaitingQueue:
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence from anywhere in the queue."""
         self._present.remove(seq)
+        self.version += 1
         self.adapters[seq.request.model] -= 1
 
     def __iter__(self) -> Iterator[Sequence]:

@@ -200,7 +200,7 @@ class EngineState:
         """Let waiting sequences that did not fit be tried again."""
         self.blocked = None
         if self.quotas is not None:
-            self.quotas.blocked.clear()
+            self.quotas.unblock()
 
     # --- rows -------------------------------------------------------------------------------
 
