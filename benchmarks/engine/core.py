@@ -8,6 +8,7 @@ trace, spreading and building requests come before the clock starts, and so does
 
     python benchmarks/engine/core.py
     python benchmarks/engine/core.py --arrivals at-once --spread round-robin
+    python benchmarks/engine/core.py --arrivals at-once --tenants 8    # each with a KV quota
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.lib.shared_folder import shared_folder
-from pigou.config import EngineConfig
+from pigou.config import EngineConfig, KVQuota
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Result
 from pigou.request import NEVER, Request
@@ -134,8 +135,8 @@ def spread(lines: list[Line], cores: int, how: str) -> list[list[Line]]:
     return shares
 
 
-def build(lines: list[Line], block_size: int, at_once: bool) -> list[Request]:
-    """Make requests; an id becomes one hash for each of its blocks."""
+def build(lines: list[Line], block_size: int, at_once: bool, tenants: int) -> list[Request]:
+    """Make requests; an id becomes one hash for each of its blocks, and one of a tenant."""
     each = ID_TOKENS // block_size
     requests = []
     for i, line in enumerate(lines):
@@ -146,7 +147,7 @@ def build(lines: list[Line], block_size: int, at_once: bool) -> list[Request]:
         requests.append(
             Request(
                 str(i), line.prompt, line.output, hashes[: line.prompt // block_size],
-                arrival=arrival,
+                arrival=arrival, tenant=str(line.ids[-1] % max(1, tenants)),
             )
         )  # fmt: skip
     return requests
@@ -192,7 +193,7 @@ def drive(core: EngineCore, requests: list[Request], tally: Tally, timed: bool) 
 
 def work(lines: list[Line], config: EngineConfig, at_once: bool, timed: bool) -> Tally:
     """Warm one core up, then measure it; the body of a process."""
-    requests = build(lines, config.block_size, at_once)
+    requests = build(lines, config.block_size, at_once, len(config.kv_quotas))
     tally = Tally(requests=len(requests))
     start = time.process_time()
     drive(EngineCore(config), requests[:20], Tally(), False)
@@ -233,6 +234,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--arrivals", choices=["trace", "at-once", "both"], default="both")
     parser.add_argument("--spread", choices=["affine", "round-robin"], default="affine")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tenants", type=int, default=0, help="with a KV quota each")
     return parser.parse_args()
 
 
@@ -268,6 +270,10 @@ def main() -> int:
         max_batched_tokens=args.batched,
         max_model_len=longest,
         max_repeat=args.repeat,
+        kv_quotas={
+            str(tenant): KVQuota(floor=0.8 / args.tenants, ceiling=0.5)
+            for tenant in range(args.tenants)
+        },
     )
     shares = spread(lines, args.cores, args.spread)
     kinds = ["trace", "at-once"] if args.arrivals == "both" else [args.arrivals]
