@@ -153,15 +153,15 @@ class WaitingQueue:
 
     def heads(self) -> list[Sequence]:
         """Return the next sequence of each lane and tenant."""
-        found = []
+        heads = []
         for heap in self._heaps.values():
             while heap and heap[0][1] not in self._present:
                 heappop(heap)
             if heap:
-                found.append(heap[0][1])
-        if len(found) < len(self._heaps):
+                heads.append(heap[0][1])
+        if len(heads) < len(self._heaps):
             self._heaps = {key: heap for key, heap in self._heaps.items() if heap}
-        return found
+        return heads
 
     def split(self) -> None:
         """Keep the sequences of each tenant apart."""
