@@ -390,4 +390,4 @@ async def test_a_cache_has_quotas_of_tenants_with_a_key_alone() -> None:
     async with serving(Stub("w"), caches=(text,), keys=Keys([Key("acme", b"digest")])):
         pass
     accounts = Caches([text]).layers[CacheLayer.ANSWER].accounts
-    assert [accounts.ceiling(tenant) for tenant in ("acme", "other")] == [2**19, 419430]
+    assert [accounts.bounds(tenant)[1] for tenant in ("acme", "other")] == [2**19, 419430]

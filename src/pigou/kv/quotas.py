@@ -3,12 +3,8 @@
 They are shares of a device's KV blocks (`Accounts`), and of the bytes of a tier or of a cache above
 the engine (`ByteAccounts`). Who first wrote a block is charged. Evicted first are blocks of the
 tenant most above its ceiling, then the usual victim among tenants above their floors, then the
-newcomer's own. What a tenant does not use of its floor, others may.
-
-| full, and all above ceilings is in use | then |
-|---|---|
-| device (`block_pool.victim_queue`) | a newcomer above its ceiling evicts others above floors |
-| tier | a newcomer above its ceiling is refused |
+newcomer's own. What a tenant does not use of its floor, others may. Where all blocks of tenants
+above their ceilings are in use, a tier refuses such a tenant's; on the device its requests wait.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 
 import msgspec
@@ -123,10 +119,8 @@ class Accounts:
 
 @dataclass(slots=True)
 class _ByteAccount:
-    """Bytes of a tenant, its bounds, and its free blocks by last use; some are free no more."""
+    """Bytes of a tenant, and its free blocks by last use; some of them are free no more."""
 
-    floor: int
-    ceiling: int
     held: int = 0
     blocks: int = 0
     heap: list[tuple[int, int, Entry]] = field(default_factory=list)
@@ -138,26 +132,17 @@ class ByteAccounts:
 
     def __init__(self, cap_bytes: int, unit: int = 1) -> None:
         self.cap_bytes, self._unit = cap_bytes, unit
+        self.quotas: Mapping[str, KVQuota] = {}
         self.evicted = 0  # blocks of tenants above their ceilings that made room for others
         self.refused = 0  # blocks of tenants above their ceilings, or without room beside floors
-        self._quotas: Mapping[str, KVQuota] = {}
         self._accounts: dict[str, _ByteAccount] = {}
         self._number = count()
 
-    def set_quotas(self, quotas: Mapping[str, KVQuota]) -> None:
-        """Replace all quotas; blocks stay with their accounts."""
-        self._quotas = quotas
-        for tenant, account in self._accounts.items():
-            account.floor, account.ceiling = self._bounds(tenant)
-
-    def _bounds(self, tenant: str) -> tuple[int, int]:
-        quota = quota_of(self._quotas, tenant)
+    def bounds(self, tenant: str) -> tuple[int, int]:
+        """Return a tenant's floor and ceiling, in bytes."""
+        quota = quota_of(self.quotas, tenant)
         floor = int(quota.floor * self.cap_bytes)
         return floor - floor % self._unit, int(quota.ceiling * self.cap_bytes)
-
-    def ceiling(self, tenant: str) -> int:
-        """Return the bytes up to which a tenant's blocks do not go first."""
-        return self._bounds(tenant)[1]
 
     def held(self) -> dict[str, int]:
         """Return bytes by tenant; those of tenants without an account of their own as `*`."""
@@ -165,20 +150,12 @@ class ByteAccounts:
 
     def _name(self, tenant: str) -> str:
         few = len(self._accounts) < MAX_ACCOUNTS
-        return tenant if few or tenant in self._accounts or tenant in self._quotas else EACH_OTHER
-
-    def _account(self, name: str) -> _ByteAccount:
-        account = self._accounts.get(name)
-        if account is None:
-            account = self._accounts[name] = _ByteAccount(*self._bounds(name))
-        return account
-
-    # --- who is charged -------------------------------------------------------------------------
+        return tenant if few or tenant in self._accounts or tenant in self.quotas else EACH_OTHER
 
     def charge(self, entry: Entry) -> None:
         """Charge a block to its tenant."""
         entry.account = self._name(entry.block.tenant)
-        account = self._account(entry.account)
+        account = self._accounts.setdefault(entry.account, _ByteAccount())
         account.held += entry.block.size
         account.blocks += 1
 
@@ -190,9 +167,9 @@ class ByteAccounts:
         if not account.blocks:
             del self._accounts[entry.account]
         elif len(account.heap) > 2 * account.blocks + 64:
-            account.heap, account.queued = [], {one for one in account.queued if one.held}
-            for one in account.queued:
-                heappush(account.heap, (one.last, next(self._number), one))
+            account.queued = {one for one in account.queued if one.held}
+            account.heap = [(one.last, next(self._number), one) for one in account.queued]
+            heapify(account.heap)
 
     def freed(self, entry: Entry) -> None:
         """Queue a block that may be evicted."""
@@ -201,12 +178,9 @@ class ByteAccounts:
             account.queued.add(entry)
             heappush(account.heap, (entry.last, next(self._number), entry))
 
-    # --- who goes -------------------------------------------------------------------------------
-
     def within_floor(self, blocks: Sequence[Block]) -> set[bytes]:
-        """Return which blocks offered together their tenants' floors have room for."""
-        sizes: Counter[str] = Counter()
-        keys = set()
+        """Return which blocks, offered together, their tenants' floors have room for."""
+        sizes, keys = Counter[str](), set()
         for block in blocks:
             sizes[block.tenant] += block.size
             if self._room(block.tenant, sizes[block.tenant])[0] >= 0:
@@ -215,18 +189,16 @@ class ByteAccounts:
 
     def _room(self, tenant: str, size: int) -> tuple[int, int]:
         """Return the bytes to a tenant's floor and ceiling that `size` more would leave."""
-        account = self._accounts.get(self._name(tenant))
-        held = size if account is None else account.held + size
-        floor, ceiling = (
-            self._bounds(tenant) if account is None else (account.floor, account.ceiling)
-        )
+        name = self._name(tenant)
+        held = size + (self._accounts[name].held if name in self._accounts else 0)
+        floor, ceiling = self.bounds(name)
         return floor - held, ceiling - held
 
     def victim(self, newcomer: Block, ask: Callable[[], Entry | None]) -> Entry | None:
         """Return the block to evict for a newcomer, or None to refuse it; `ask` asks the policy."""
         own = self._name(newcomer.tenant)
         to_floor, to_ceiling = self._room(newcomer.tenant, newcomer.size)
-        above = {name: one.held - one.ceiling for name, one in self._accounts.items()}
+        above = {name: one.held - self.bounds(name)[1] for name, one in self._accounts.items()}
         above[own] = -to_ceiling
         for name in sorted((name for name in above if above[name] > 0), key=lambda n: -above[n]):
             if (entry := self._oldest(name)) is not None:
@@ -247,8 +219,8 @@ class ByteAccounts:
 
     def _may_go(self, entry: Entry) -> bool:
         """True if a block's tenant keeps its floor without it."""
-        account = self._accounts[entry.account]
-        return account.held - entry.block.size >= account.floor
+        held = self._accounts[entry.account].held
+        return held - entry.block.size >= self.bounds(entry.account)[0]
 
     def _oldest(self, name: str) -> Entry | None:
         """Return an account's free block that was used least recently."""
@@ -259,8 +231,7 @@ class ByteAccounts:
                 return entry
             heappop(account.heap)
             account.queued.remove(entry)
-            if entry.free:  # used since
-                self.freed(entry)
+            self.freed(entry)  # it may have been used since
         return None
 
     def check(self, entries: Sequence[Entry]) -> None:
@@ -268,7 +239,6 @@ class ByteAccounts:
         held: Counter[str] = Counter()
         for entry in entries:
             held[entry.account] += entry.block.size
-        ensure(held == self.held(), f"{held} bytes are held, {self.held()} are charged")
-        for entry in entries:
             queued = entry in self._accounts[entry.account].queued
             ensure(queued or not entry.free, f"{entry.block.key.hex()} is free, and not queued")
+        ensure(held == self.held(), f"{held} bytes are held, {self.held()} are charged")

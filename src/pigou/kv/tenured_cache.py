@@ -88,7 +88,7 @@ class TenuredCache(Generic[T]):
         key = bound.tenure.key(content)[:_KEY_BYTES]
         self._forget(self.tier.expire(now))
         if (
-            size > self.accounts.ceiling(tenant)
+            size > self.accounts.bounds(tenant)[1]
             or not self.manifest.holds(bound)
             or bound.tenure.expired(now)
         ):

@@ -75,7 +75,7 @@ class Tier:
             for entry in (*self._held.values(), *self._doomed.values()):
                 self.accounts.charge(entry)
                 self.accounts.freed(entry)
-        self.accounts.set_quotas(quotas)
+        self.accounts.quotas = quotas
         return self.accounts
 
     # --- use ----------------------------------------------------------------------------------
