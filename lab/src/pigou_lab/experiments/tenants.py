@@ -52,7 +52,7 @@ ORDERS: Mapping[str, Mapping[str, Any]] = {
     "karma": {},
     "dlpm": {"quantum": 2048.0},
     "d2lpm": {"quantum": 2048.0},
-    "market": {"claim": "max_tokens"},
+    "market": {},
 }
 #: Orders that are another one where nobody claims a deadline or priority, and so are not run.
 EQUAL = {"edf": "fcfs", "priority-fair": "fair"}

@@ -45,8 +45,8 @@ class ShareParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # share of each worker's streams and tokens withheld from tenants above their share of the
     # fleet, while others use it.
     reserve: float = 0.0625
-    # streams are long beyond this many times the mean output (`LongStreams`); 0: none is.
-    overrun: float = 2.0
+    # streams are long beyond this many times the usual output (`LongStreams`); 0: none is.
+    overrun: float = 0.0
 
     def __post_init__(self) -> None:
         check_bounds("reserve", self.reserve, ge=0, lt=1)
