@@ -72,7 +72,7 @@ def test_a_tenant_with_its_share_of_long_streams_gets_no_more_and_is_passed_over
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_streams_of_twice_the_usual_output_are_not_long(order: str) -> None:
+def test_streams_of_twice_the_typical_output_are_not_long(order: str) -> None:
     fleet = Fleet(order, overrun=2.0)
     for _ in range(PLACES // 2):
         fleet.tokens(fleet.send("x"), 2 * EXPECTED - 20)
@@ -144,7 +144,7 @@ def test_a_request_of_several_sequences_is_long_by_what_one_of_them_has() -> Non
 
 
 @pytest.mark.parametrize("output", [1, 10_000])
-def test_no_flood_of_one_tenant_makes_the_streams_of_others_long_or_its_own_usual(
+def test_no_flood_of_one_tenant_makes_the_streams_of_others_long_or_its_own_typical(
     output: int,
 ) -> None:
     """The mean of all would fall to 1, or rise to what the flood has."""

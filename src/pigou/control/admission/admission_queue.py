@@ -24,7 +24,7 @@ LINGERS = 10 * SECOND
 #: Maximum of requests shed for one newcomer.
 _MAX_SHED = 8
 _NOBODY: frozenset[str] = frozenset()
-#: Streams that must have ended before any counts as long, and those that the usual output is over.
+#: Streams that must have ended before any counts as long, and those of the typical output.
 _LEARNED, _RECENT = 32, 256
 #: Departures in the window.
 _WINDOW = 64
@@ -222,21 +222,21 @@ class TenantActivity:
 
 
 class LongStreams:
-    """Streams that run beyond `overrun` times the usual output, by tenant.
+    """Streams that run beyond `overrun` times the typical output, by tenant.
 
-    The usual output is a median over tenants of the output of the stream that a token belongs to.
+    The typical output is a median over tenants of the output of the stream that a token belongs to.
     Each counts by its output tokens, up to the median tenant's, so that of three and more no flood
     of short or long requests moves it far. A stream goes on for as long again as it ran, as long
-    tails do, so it weighs its output over the usual one. A tenant whose long streams weigh its
+    tails do, so it weighs its output over the typical one. A tenant whose long streams weigh its
     share of the places gets none beyond that share, until `LINGERS` after: their places come free
     for nobody else, and its next are like them.
     """
 
     def __init__(self, overrun: float) -> None:
         self._overrun = overrun
-        self._usual = 0.0  # output tokens of a sequence
+        self._typical = 0.0  # output tokens of a sequence
         self._ended = 0
-        self._sums: dict[str, tuple[float, float]] = {}  # of output and its square, by tenant
+        self._sums: dict[str, tuple[float, float]] = {}  # output, and its square, by tenant
         self._tokens: dict[str, int] = {}  # output by request
         self._long: dict[str, dict[str, float]] = {}  # weights by tenant and request
         self._weighed: dict[str, int] = {}  # when they weighed the tenant's share last
@@ -249,9 +249,9 @@ class LongStreams:
         """Count output."""
         tokens += self._tokens.get(request.id, 0)
         self._tokens[request.id] = tokens
-        usual = self._usual * request.sequences
-        if tokens > self._overrun * usual > 0.0 and self._ended >= _LEARNED:
-            self._long.setdefault(request.account, {})[request.id] = tokens / usual
+        typical = self._typical * request.sequences
+        if tokens > self._overrun * typical > 0.0 and self._ended >= _LEARNED:
+            self._long.setdefault(request.account, {})[request.id] = tokens / typical
 
     def ended(self, request: Request) -> None:
         """Forget a stream, and learn from its output."""
@@ -269,17 +269,17 @@ class LongStreams:
         total, squares = self._sums.get(tenant, (0.0, 0.0))
         self._sums[tenant] = total + tokens * sequences, squares + tokens**2 * sequences
         whole = sum(total for total, _ in self._sums.values())
-        if whole > _RECENT * self._usual > 0.0:
+        if whole > _RECENT * self._typical > 0.0:
             halved = {name: (a / 2, b / 2) for name, (a, b) in self._sums.items()}
             self._sums = {name: sums for name, sums in halved.items() if sums[0] >= 1.0}
         totals = sorted(total for total, _ in self._sums.values())
-        most = totals[(len(totals) - 1) // 2]
-        means = sorted((b / a, min(a, most)) for a, b in self._sums.values())
+        cap = totals[(len(totals) - 1) // 2]
+        means = sorted((b / a, min(a, cap)) for a, b in self._sums.values())
         left = sum(weight for _, weight in means) / 2
         for mean, weight in means:
             left -= weight
             if left <= 0.0:
-                self._usual = mean
+                self._typical = mean
                 break
 
     def held(

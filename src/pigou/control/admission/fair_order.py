@@ -45,7 +45,7 @@ class ShareParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # share of each worker's streams and tokens withheld from tenants above their share of the
     # fleet, while others use it.
     reserve: float = 0.0625
-    # streams are long beyond this many times the usual output (`LongStreams`); 0: none is.
+    # streams are long beyond this many times the typical output (`LongStreams`); 0: none is.
     overrun: float = 0.0
 
     def __post_init__(self) -> None:
