@@ -2,8 +2,8 @@
 
 Three victims send a fifth of the fleet's capacity each, the attacker half, and honest play is the
 reference. An attack has the work of honest play: what it sends beside its jobs replaces some.
-Lies are searched by own gain (by harm, where that is the aim) on seed 101, and reported on others:
-`TRIALS` of each grid.
+All lies of a grid are searched by own gain (by harm, where that is the aim) on seed 101, and the
+best is reported on others.
 
 | figure | meaning |
 |---|---|
@@ -61,7 +61,7 @@ VICTIMS, ATTACKER = ("v0", "v1", "v2"), "x"
 HOLD_S, CAPACITY_RPS, VICTIM_PART, ATTACKER_PART = 16.0, 18.0, 0.2, 0.5
 #: Tokens of a prompt that its template shares, tokens of its own; output; templates of a tenant.
 SHARED, OWN, OUTPUT, TEMPLATES = 1024, 128, (128, 384), 4
-SEARCH_SEED, TRIALS, TTFT_SLO_S = 101, 3, 1.0
+SEARCH_SEED, TTFT_SLO_S = 101, 1.0
 #: Clients of all: as OpenAI's, but for more patience.
 CLIENT = ClientConfig(retries=8, backoff=0.5, max_backoff=8.0)
 #: Scopes of the attacker's jobs and of what it sends beside them.
@@ -341,9 +341,6 @@ def trials(order: str, attack: str) -> list[Case]:
     """Return the lies to search, on the search's seed."""
     grid = ATTACKS[attack].grid
     lies = [tuple(zip(grid, values, strict=True)) for values in product(*grid.values())]
-    if len(lies) > TRIALS:
-        order = _run_of((order, attack, (), 0))[0]
-        lies = Random(f"{order}/{attack}").sample(lies, TRIALS)
     return [(order, attack, lie, SEARCH_SEED) for lie in lies]
 
 
