@@ -117,8 +117,6 @@ class RequestMeter:
         if name is not None and name not in known:
             names = f"it may be {', '.join(known)}" if known else "no class here is named so"
             raise bad_request(f"{CLASS_HEADER} is {name[:40]!r}; {names}.", CLASS_HEADER)
-        if not objectives.classes:
-            return ""
         return objectives.name_of(run.parsed.tenant, run.prompt_tokens, headers, self.model())
 
     def class_of(self, request: Request) -> str:

@@ -144,7 +144,8 @@ class GenerationAPI:
                 run.advice = self._advice(run)
             count_for(model.metrics)
             response = None
-            run.workload = model.plane_driver.meter.class_named(run, request.headers)
+            if CLASS_HEADER in request.headers or model.plane_driver.meter.objectives.classes:
+                run.workload = model.plane_driver.meter.class_named(run, request.headers)
             if CacheLayer.ANSWER in gateway.caches.layers:
                 response = await self._from_cache(request, run, model, tenure)
             if response is None and gateway.config.degrade:
@@ -341,7 +342,8 @@ class GenerationAPI:
                 if run.parsed.single and driver.prompts is not None:
                     start_ns = time.monotonic_ns()
                     await driver.read(run)
-                    run.workload = driver.meter.class_named(run, request.headers)
+                    if driver.meter.objectives.classes:
+                        run.workload = driver.meter.class_named(run, request.headers)
                     seconds = (time.monotonic_ns() - start_ns) / SECOND
                     model.metrics.stages.tokenize.observe(seconds)
                 writer = SSEWriter(
