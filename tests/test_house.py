@@ -18,31 +18,31 @@ from tests.lib.source_tree import LAB, ROOT, SRC, modules, name, nodes, parsed
 MAX_LINES, MIN_LINES = 700, 60
 MAX_PARAMETERS = 12
 MAX_FIELDS = 40
-MAX_FILES = 665  # of product and lab
-MAX_PRODUCT_LINES = 120_320  # aim 96,000, 3,500 of integrations, 6,800 of models, 8,700 of tenants
-MAX_LAB_LINES = 15_000
+MAX_FILES = 666  # of product and lab
+MAX_PRODUCT_LINES = 121_140  # aim 96,000, 3,500 of integrations, 6,800 of models, 9,500 of tenants
+MAX_LAB_LINES = 15_050
 MIN_CODE_SHARE = 0.66
 MAX_SHORT_FILES = 0
 MAX_CIRCLES = 0
 MAX_TEST_ONLY_NAMES = 7  # theory of games, which docs promise; aim 0
 #: Lines of packages, or of several together; `modules` are the files beside them.
 BUDGETS = {
-    "modules": 2_410,  # aim 1,500
+    "modules": 2_412,  # aim 1,500
     "models": 2_680,  # aim 1,000
     "placement": 1_250,
-    "kv": 3_800,
-    "engine": 4_085,
+    "kv": 3_970,
+    "engine": 4_170,
     "games": 2_640,
     "performance": 1_910,  # aim 1,750
-    "control": 17_170,
+    "control": 17_570,
     "lifecycle": 770,
     "windows": 1_330,
-    "cost diagnosis tracing": 3_510,  # aim 3,250
+    "cost diagnosis tracing": 3_520,  # aim 3,250
     "wire text": 6_920,  # aim 5,000
-    "gateway": 12_830,  # aim 9,000
-    "worker runtime": 22_245,  # 17,650 before models and accelerators
-    "sim": 8_145,
-    "fleet": 11_230,
+    "gateway": 12_910,  # aim 9,000
+    "worker runtime": 22_270,  # 17,650 before models and accelerators
+    "sim": 8_180,
+    "fleet": 11_245,
     "integrations": 3_500,
     "workload capacity report cli": 14_145,  # aim 12,250
 }

@@ -23,11 +23,11 @@ from tests.lib.examples import examples
 from pigou.config import ConfigError, EngineConfig, EvictionConfig, KVQuota, LaneConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Rates, Result
+from pigou.engine.quotas import Accounts
 from pigou.kv.block_pool import CEILING, FLOOR, HELD, NEXT, OWNER, REFS, BlockPool, protected
 from pigou.kv.block_pool_checks import check_pool
 from pigou.kv.hashing import chain
 from pigou.kv.prefix_cache import PrefixCache
-from pigou.kv.quotas import Accounts
 from pigou.request import Request
 
 TENANTS = ["", "a", "b", "c"]

@@ -14,13 +14,62 @@ from operator import attrgetter
 
 from pigou.config import KVQuota
 from pigou.engine.sequence import Sequence, WaitingQueue
-from pigou.kv.block_pool import CEILING, FLOOR, HELD
+from pigou.kv.block_pool import CEILING, FLOOR, HELD, BlockPool
 from pigou.kv.prefix_cache import PrefixCache
-from pigou.kv.quotas import Accounts
+from pigou.kv.quotas import EACH_OTHER, MAX_ACCOUNTS, quota_of
 
 _key = attrgetter("key")
 #: Stands for `entitled` beside lanes.
 _ENTITLED = -2
+
+
+class Accounts:
+    """Accounts of a pool's blocks by tenant, within quotas."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        pool.open_accounts(MAX_ACCOUNTS)
+        self._rest = pool.nobody - 1  # account of tenants without one of their own
+        self._rows: dict[str, int] = {}
+        self._quotas: Mapping[str, KVQuota] = {}
+
+    def set(self, quotas: Mapping[str, KVQuota]) -> None:
+        """Replace all quotas; blocks stay with their accounts."""
+        self._quotas = quotas
+        for tenant in dict.fromkeys([*quotas, *self._rows]):
+            if tenant != EACH_OTHER:
+                self.pool.set_quota(self.row(tenant), *self._bounds(tenant))
+        self.pool.set_quota(self._rest, *self._bounds(EACH_OTHER))
+
+    def row(self, tenant: str) -> int:
+        """Return a tenant's account."""
+        row = self._rows.get(tenant)
+        if row is None and (tenant in self._quotas or EACH_OTHER in self._quotas):
+            row = self._open(tenant)
+        return self._rest if row is None else row
+
+    def _open(self, tenant: str) -> int | None:
+        bounds = self._bounds(tenant)
+        if len(self._rows) < MAX_ACCOUNTS - 1:
+            self._rows[tenant] = self.pool.add_account(*bounds)
+            return self._rows[tenant]
+        held = self.pool.meta[:, HELD]
+        for old, row in self._rows.items():
+            if held[row] == 0 and old not in self._quotas:
+                del self._rows[old]
+                self._rows[tenant] = row
+                self.pool.set_quota(row, *bounds)
+                return row
+        return None
+
+    def _bounds(self, tenant: str) -> tuple[int, int]:
+        quota, blocks = quota_of(self._quotas, tenant), self.pool.blocks
+        return int(quota.floor * blocks), int(quota.ceiling * blocks)
+
+    def held(self) -> dict[str, int]:
+        """Return blocks by tenant; those of tenants without an account as `*`."""
+        rows = {EACH_OTHER: self._rest, **self._rows}
+        return {tenant: self.pool.meta.item(row, HELD) for tenant, row in rows.items()}
 
 
 class TenantQuotas:

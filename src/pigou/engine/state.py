@@ -16,13 +16,13 @@ from pigou.engine.block_table import WORK_ROWS, Rows, remove_row
 from pigou.engine.kv_offload import KVOffloadConnector
 from pigou.engine.lanes import LongLane
 from pigou.engine.plan import Effects, Finished, Rates, Started
-from pigou.engine.quotas import TenantQuotas
+from pigou.engine.quotas import Accounts, TenantQuotas
 from pigou.engine.sequence import NO_BLOCKS, Sequence, SequenceState, WaitingQueue
 from pigou.kv.block import HostPool, hashes_of, keys_of
 from pigou.kv.block_pool import BlockPool
 from pigou.kv.memory_price import Floats, MemoryPrice
 from pigou.kv.prefix_cache import PrefixCache, TenureRoots
-from pigou.kv.quotas import Accounts, check_quotas
+from pigou.kv.quotas import check_quotas
 from pigou.kv.tiers import Tiers
 from pigou.request import (
     SECOND,

@@ -1,10 +1,11 @@
 """Quotas of memory by tenant: a floor that others' floods leave, and a ceiling.
 
-They are shares of a device's KV blocks (`Accounts`), and of the bytes of a tier or of a cache above
-the engine (`ByteAccounts`). Who first wrote a block is charged. Evicted first are blocks of the
-tenant most above its ceiling, then the usual victim among tenants above their floors, then the
-newcomer's own. What a tenant does not use of its floor, others may. Where all blocks of tenants
-above their ceilings are in use, a tier refuses such a tenant's; on the device its requests wait.
+They are shares of a device's KV blocks (`pigou.engine.quotas`), and of the bytes of a tier or of a
+cache above the engine (`ByteAccounts`). Who first wrote a block is charged. Evicted first are
+blocks of the tenant most above its ceiling, then the usual victim among tenants above their floors,
+then the newcomer's own. What a tenant does not use of its floor, others may. Where all blocks of
+tenants above their ceilings are in use, a tier refuses such a tenant's; on the device its requests
+wait.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import msgspec
 
 from pigou.config import ConfigError, KVQuota
 from pigou.kv.block import Block, Entry, ensure
-from pigou.kv.block_pool import HELD, BlockPool
 
 #: Name of the quota of each tenant that has none of its own.
 EACH_OTHER = "*"
@@ -66,55 +66,6 @@ def check_quotas(quotas: Mapping[str, KVQuota], where: str = "kv_quotas") -> Non
 def quota_of(quotas: Mapping[str, KVQuota], tenant: str) -> KVQuota:
     """Return a tenant's quota, or that of each other tenant."""
     return quotas.get(tenant) or quotas.get(EACH_OTHER, _NONE)
-
-
-class Accounts:
-    """Accounts of a pool's blocks by tenant, within quotas."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self.pool = pool
-        pool.open_accounts(MAX_ACCOUNTS)
-        self._rest = pool.nobody - 1  # account of tenants without one of their own
-        self._rows: dict[str, int] = {}
-        self._quotas: Mapping[str, KVQuota] = {}
-
-    def set(self, quotas: Mapping[str, KVQuota]) -> None:
-        """Replace all quotas; blocks stay with their accounts."""
-        self._quotas = quotas
-        for tenant in dict.fromkeys([*quotas, *self._rows]):
-            if tenant != EACH_OTHER:
-                self.pool.set_quota(self.row(tenant), *self._bounds(tenant))
-        self.pool.set_quota(self._rest, *self._bounds(EACH_OTHER))
-
-    def row(self, tenant: str) -> int:
-        """Return a tenant's account."""
-        row = self._rows.get(tenant)
-        if row is None and (tenant in self._quotas or EACH_OTHER in self._quotas):
-            row = self._open(tenant)
-        return self._rest if row is None else row
-
-    def _open(self, tenant: str) -> int | None:
-        bounds = self._bounds(tenant)
-        if len(self._rows) < MAX_ACCOUNTS - 1:
-            self._rows[tenant] = self.pool.add_account(*bounds)
-            return self._rows[tenant]
-        held = self.pool.meta[:, HELD]
-        for old, row in self._rows.items():
-            if held[row] == 0 and old not in self._quotas:
-                del self._rows[old]
-                self._rows[tenant] = row
-                self.pool.set_quota(row, *bounds)
-                return row
-        return None
-
-    def _bounds(self, tenant: str) -> tuple[int, int]:
-        quota, blocks = quota_of(self._quotas, tenant), self.pool.blocks
-        return int(quota.floor * blocks), int(quota.ceiling * blocks)
-
-    def held(self) -> dict[str, int]:
-        """Return blocks by tenant; those of tenants without an account as `*`."""
-        rows = {EACH_OTHER: self._rest, **self._rows}
-        return {tenant: self.pool.meta.item(row, HELD) for tenant, row in rows.items()}
 
 
 @dataclass(slots=True)
