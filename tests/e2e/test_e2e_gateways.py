@@ -91,12 +91,12 @@ def test_streams_outlive_the_bus_and_the_other_gateway(
         _until(lambda: _hear(gateways))
         assert not any(stream.done() for stream in (*streams, lost)), "the bus was away for long"
         second.process.kill()
+        assert _hear([first]), "who is killed is not known to be gone before its lease ends"
         whole = [stream.result().told for stream in streams]
         assert whole == [whole[0]] * 3
         assert whole[0][0].startswith(begins)
         assert whole[0][2] == "length"
         assert not lost.result().done
-    assert _hear([first]), "who is killed is not known to be gone before its lease ends"
     _until(lambda: not _hear([first]), 8.0)
     assert _row(first)["decode_requests"] == 0
     (budget,) = first.get("/usage").json["budgets"]
