@@ -140,7 +140,7 @@ ELSEWHERE = {
     "pigou_device_energy_joules_total", "pigou_tier_queued_blocks", "pigou_tier_cap_bytes",
     "pigou_tier_restored_blocks_total", "pigou_tier_tenant_bytes",
     "pigou_tier_quota_evicted_blocks_total", "pigou_tier_quota_refused_blocks_total",
-    "pigou_expert_rank_imbalance", "vllm:lora_requests_info",
+    "pigou_expert_rank_imbalance", "pigou_lane_starves", "vllm:lora_requests_info",
     "pigou_cache_hits_total", "pigou_cache_stale_hits_total", "pigou_answer_ratings_total",
     "vllm:lora_adapter_loaded", "pigou_lora_loads_total", "pigou_lora_load_seconds_total",
 }  # fmt: skip
