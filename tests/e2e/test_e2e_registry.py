@@ -79,7 +79,8 @@ def test_streams_outlive_a_blip_of_the_registry_and_killed_workers_leave(tmp_pat
             stream.join()
         assert streamed == [streamed[0]] * 4, "whole, whichever worker they are from"
         assert streamed[0][4]["completion_tokens"] == 150
-        assert states(fleet) == {"w0": ("up", 0), "w1": ("up", 0)}
+        # A worker that a busy machine kept from renewing its lease drains, and comes up again.
+        _until(lambda: states(fleet) == {"w0": ("up", 0), "w1": ("up", 0)})
         assert all(process.poll() is None for process in workers.values())
 
         workers["w0"].kill()
@@ -87,7 +88,7 @@ def test_streams_outlive_a_blip_of_the_registry_and_killed_workers_leave(tmp_pat
         fleet.wait(lambda rows: set(rows) == {"w1"})
 
         workers["w1"].terminate()
-        assert workers["w1"].wait(10) == 0
+        assert workers["w1"].wait(60) == 0
         fleet.wait(lambda rows: not rows)
         assert fleet.get("/workers").json["registry"]["ignored"] == 0
 
