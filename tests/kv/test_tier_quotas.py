@@ -27,15 +27,15 @@ STEPS = st.lists(
 
 @st.composite
 def shares(draw: st.DrawFn) -> dict[str, KVQuota]:
-    found, left = {}, 1.0
+    quotas, left = {}, 1.0
     for tenant in draw(st.lists(st.sampled_from(TENANTS), unique=True, min_size=1)):
         floor = min(draw(st.sampled_from([0.0, 0.2, 0.5, 1.0])), left)
         left -= floor
         ceiling = draw(st.sampled_from([0.0, 0.3, 0.6, 1.0]))
-        found[tenant] = KVQuota(floor=floor, ceiling=max(floor, ceiling))
+        quotas[tenant] = KVQuota(floor=floor, ceiling=max(floor, ceiling))
     if draw(st.booleans()):
-        found["*"] = KVQuota(ceiling=draw(st.sampled_from([0.0, 0.4])))
-    return found
+        quotas["*"] = KVQuota(ceiling=draw(st.sampled_from([0.0, 0.4])))
+    return quotas
 
 
 def chain(tenant: str, path: str, shared: bool, size: int = 1) -> list[Block]:
@@ -49,10 +49,10 @@ def chain(tenant: str, path: str, shared: bool, size: int = 1) -> list[Block]:
 
 def held(tier: Tier) -> dict[str, int]:
     """Bytes by tenant, each block its first writer's."""
-    found = dict.fromkeys(TENANTS, 0)
+    sizes = dict.fromkeys(TENANTS, 0)
     for block in tier.blocks():
-        found[block.tenant] += block.size
-    return found
+        sizes[block.tenant] += block.size
+    return sizes
 
 
 def bounds(tier: Tier, given: dict[str, KVQuota], tenant: str) -> tuple[int, int]:

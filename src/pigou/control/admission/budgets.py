@@ -207,11 +207,10 @@ class KeyBudgets:
 
     def merge(self, gateway: str, seq: int, spending: Spending, now: int) -> None:
         """Take another gateway's use, from its message number `seq`."""
-        session = spending.session
-        for budget in self._of_session(session, now) if session else self._own:
+        for budget in self._of_session(spending.session, now) if spending.session else self._own:
             if budget.name == spending.budget:
                 budget.merge(gateway, seq, spending, now)
-        self._touch(session, now)
+        self._touch(spending.session, now)
 
     def states(self, session: str, now: int) -> Iterator[BudgetState]:
         """Yield the budgets of the key and a session, with the time until all is free."""

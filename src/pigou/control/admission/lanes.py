@@ -19,7 +19,7 @@ import numpy as np
 
 from pigou.config import LaneConfig, QueueClass
 from pigou.control.admission.queue_order import QueuedRequest, QueueLane
-from pigou.control.peers.allowance import GOLDEN, TenantDemand, stream_allowance
+from pigou.control.peers.allowance import TenantDemand, dithered, stream_allowance
 from pigou.control.peers.bookings import ClassLoad
 from pigou.control.state import FleetState
 from pigou.request import SECOND, Counts, Flags, Request
@@ -118,10 +118,8 @@ class QueueLanes:
 
     def at_cap(self, waiting: QueuedRequest, workers: int, queued: Mapping[QueueLane, int]) -> bool:
         """True if the request's class has its streams; one alone may be of any number."""
-        name = waiting.lane.workload
-        return name in self._caps and self._is_full(
-            name, waiting.request.sequences, workers, queued
-        )
+        name, sequences = waiting.lane.workload, waiting.request.sequences
+        return name in self._caps and self._is_full(name, sequences, workers, queued)
 
     def full(self, queued: Mapping[QueueLane, int], workers: int) -> set[QueueLane]:
         """Return those lanes whose class has no stream left."""
@@ -139,15 +137,11 @@ class QueueLanes:
         """
         limit, running = float(self._caps[name] * max(1, workers)), self._of_class[name]
         if self.others:
-            demand = TenantDemand()
-            for load in self.loads(queued):
-                if load.name == name:
-                    demand.own = demand.all = load.streams + load.waiting
-            for loads in self.others.values():
-                demand.all += sum(one.streams + one.waiting for one in loads if one.name == name)
-            share = stream_allowance(limit, [demand])
+            own = _demand(self.loads(queued), name)
+            others = sum(_demand(loads, name) for loads in self.others.values())
+            share = stream_allowance(limit, [TenantDemand(own=own, all=own + others)])
             if share < limit:
-                limit = share + self._starts[name] * GOLDEN % 1.0
+                limit = dithered(share, self._starts[name])
         return running > 0 and running + sequences > limit
 
     def owed_tokens(self, head: QueuedRequest | None, limits: Counts, ids: Iterable[str]) -> Counts:
@@ -195,3 +189,8 @@ class QueueLanes:
             own = max(since, self._served.get(lane, 0))
             starves = passed and now - own >= STARVES_AFTER
             yield LaneState(lane, counts[lane], (now - since) / SECOND, starves)
+
+
+def _demand(loads: Iterable[ClassLoad], name: str) -> int:
+    """Return the streams and waiting requests of a class."""
+    return sum(load.streams + load.waiting for load in loads if load.name == name)

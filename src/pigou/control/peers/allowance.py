@@ -21,9 +21,7 @@ _PRIOR_S = 4.0
 #: More streams than run, where tokens lack: what that leaves is to be used.
 _MORE, _MORE_STREAMS = 1.05, 2.0
 #: Golden ratio's fractional part; fractional parts of its multiples fill [0, 1) evenly.
-GOLDEN = 0.6180339887498949
-
-
+_GOLDEN = 0.6180339887498949
 _NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 
 
@@ -76,6 +74,11 @@ class TokenCharges(NamedTuple):
     output: float
 
 
+def dithered(limit: float, starts: int) -> float:
+    """Return a limit of streams whose fraction is served in its mean, after `starts` streams."""
+    return limit + starts * _GOLDEN % 1.0
+
+
 class StreamAllowance:
     """Limits this gateway's streams to its share while requests wait anywhere.
 
@@ -102,7 +105,7 @@ class StreamAllowance:
 
     def spent(self, streams: int) -> bool:
         """True if this gateway must wait for one of its `streams` to end."""
-        return streams > 0 and streams + 1 > self.limit + self._starts * GOLDEN % 1.0
+        return streams > 0 and streams + 1 > dithered(self.limit, self._starts)
 
     def due(self, now: int) -> bool:
         """True if an update is due."""
