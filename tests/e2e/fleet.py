@@ -161,8 +161,7 @@ class Fleet(Endpoint):
         while left := [p.pid for p in self.seen.values() if alive(p)]:
             assert time.monotonic() < end, f"processes are left: {left}\n{self.tail()}"
             time.sleep(0.1)
-        names = {path.name for path in SHARED.glob("pigou-kv-*")} if SHARED.is_dir() else set()
-        ours = [name for name in names if int(name.split("-")[2]) in self.seen]
+        ours = [path.name for pid in self.seen for path in SHARED.glob(f"pigou-kv-{pid}-*")]
         assert not (files and ours), f"shared memory is left: {ours}"
 
     def abandon(self) -> None:

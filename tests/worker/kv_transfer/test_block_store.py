@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pigou.worker.kv_transfer.block_store import (
+    PREFIX,
     SHARED_DIR,
     MappedMemory,
     SharedMemory,
@@ -79,10 +80,11 @@ def test_orphans_of_killed_processes_are_removed_and_those_of_the_living_are_not
 
 
 def test_memory_that_is_not_there_is_refused_at_creation_not_at_the_first_touch() -> None:
-    before = os.listdir(SHARED_DIR)
+    mine = f"{PREFIX}{os.getpid()}-*"  # other processes make and remove theirs meanwhile
+    before = sorted(SHARED_DIR.glob(mine))
     with pytest.raises(OSError, match=r"no room for .* bytes in .*shm"):
         SharedMemory(1 << 50)
-    assert os.listdir(SHARED_DIR) == before
+    assert sorted(SHARED_DIR.glob(mine)) == before
 
 
 def test_a_re_used_name_is_noticed() -> None:
