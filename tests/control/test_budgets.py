@@ -12,6 +12,7 @@ from pigou.control.admission.budgets import (
     PERIODS,
     SESSION_IDLE_NS,
     BudgetExceeded,
+    BudgetSlot,
     KeyBudgets,
     Spending,
 )
@@ -127,22 +128,23 @@ def test_gateways_agree_on_what_all_used_whatever_order_their_messages_take(
     steps: list[tuple[int, int, int, float, str, bool]], rng: random.Random
 ) -> None:
     gateways = [KeyBudgets({"minute": {"tokens": 1e9}, "session": {"tokens": 1e9}}) for _ in "abc"]
-    for gateway in gateways:
-        gateway.is_shared = True
+    changed: list[dict[BudgetSlot, None]] = [{}, {}, {}]
     now, kept, sent = SECOND, list[tuple[int, float, str]](), list[tuple[int, int, Spending]]()
     numbers = [0, 0, 0]
 
     def tell(sender: int) -> None:
         numbers[sender] += 1
-        sent.extend((sender, numbers[sender], one) for one in gateways[sender].changes(b"k"))
+        sent.extend((sender, numbers[sender], slot.spending(b"k")) for slot in changed[sender])
+        changed[sender].clear()
 
     for sender, wait, tokens, share, session, tells in steps:
         now += wait
         claim = gateways[sender].claim(tokens, session, now)
+        changed[sender] |= dict.fromkeys(claim.slots)
         if tells:
             tell(sender)
         use = {"requests": 1.0, "tokens": share * tokens, "seconds": 0.0, "price": 0.0}
-        gateways[sender].settle(claim, use, now)
+        changed[sender] |= dict.fromkeys(gateways[sender].settle(claim, use, now))
         kept.append((now, share * tokens, session))
     for sender in range(3):
         tell(sender)
@@ -162,14 +164,11 @@ def test_gateways_agree_on_what_all_used_whatever_order_their_messages_take(
 
 def test_a_gateway_refuses_what_others_used_up_and_says_when_it_fits() -> None:
     a, b = budgets(tokens=100), budgets(tokens=100)
-    a.is_shared = True
-    a.claim(90, "", SECOND)
-    for spending in a.changes(b"k"):
-        b.merge("a", 1, spending, 5 * SECOND)
+    for slot in a.claim(90, "", SECOND).slots:
+        b.merge("a", 1, slot.spending(b"k"), 5 * SECOND)
     with pytest.raises(BudgetExceeded) as refused:
         b.claim(20, "", 5 * SECOND)
     assert refused.value.state.used == 90
     assert refused.value.state.reset_ns == MINUTE + SLOT - 4 * SECOND
     b.claim(10, "", 5 * SECOND)
-    assert a.changes(b"k") == []
-    assert [one.amount for one in a.own(b"k")] == [90]
+    assert [slot.spending(b"k").amount for slot in a.own()] == [90]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -62,7 +62,6 @@ class SlidingBudget:
     def __init__(self, name: str, limit: float, window: int, session: str = "") -> None:
         self.name, self.limit, self.unit = name, limit, name.partition(".")[2]
         self.session = session
-        self.changed: set[int] = set()  # slots with use of this gateway that is to be told
         self._width = window // _SLOTS
         self._slots: dict[int, float] = {}  # ascending
         # by slot and gateway ("" for this one): number of its message, and its use
@@ -90,15 +89,14 @@ class SlidingBudget:
         """Add to a slot, or give back; nothing where the slot has passed."""
         if slot in self._slots:
             self._put("", 0, slot, max(0.0, self.own(slot) + amount))
-            self.changed.add(slot)
 
     def own(self, slot: int) -> float:
-        """Return this gateway's use in a slot."""
-        return self._shares[slot].get("", (0, 0.0))[1]
+        """Return this gateway's use in a slot; 0 in one that has passed."""
+        return self._shares.get(slot, {}).get("", (0, 0.0))[1]
 
-    def own_slots(self) -> list[int]:
+    def own_slots(self) -> list[BudgetSlot]:
         """Return the slots that this gateway used."""
-        return [slot for slot, shares in self._shares.items() if "" in shares]
+        return [BudgetSlot(self, slot) for slot, shares in self._shares.items() if "" in shares]
 
     def merge(self, gateway: str, seq: int, spending: Spending, now: int) -> None:
         """Take another gateway's use, from its message number `seq`."""
@@ -114,7 +112,6 @@ class SlidingBudget:
         slot = now // self._width if self._width else 0
         while self._slots and (oldest := next(iter(self._slots))) < slot - _SLOTS:
             del self._slots[oldest], self._shares[oldest]
-            self.changed.discard(oldest)
         self._open(slot)
         return slot
 
@@ -131,11 +128,23 @@ class SlidingBudget:
         self._slots[slot] = math.fsum(used for _, used in shares.values())
 
 
+class BudgetSlot(NamedTuple):
+    """A slot of a budget."""
+
+    budget: SlidingBudget
+    slot: int
+
+    def spending(self, purse: bytes) -> Spending:
+        """Return this gateway's use, as others are told it."""
+        budget, slot = self
+        return Spending(purse, budget.session, budget.name, slot, budget.own(slot))
+
+
 class BudgetClaim(NamedTuple):
     """What a request claimed, and the slots that hold it."""
 
     amounts: Amounts
-    slots: list[tuple[SlidingBudget, int]]
+    slots: list[BudgetSlot]
 
 
 class KeyBudgets:
@@ -149,8 +158,6 @@ class KeyBudgets:
         self._own = [*self._new("minute"), *self._new("day")]
         self._sessions: OrderedDict[str, list[SlidingBudget]] = OrderedDict()
         self._last: dict[str, int] = {}  # last request by session
-        self.is_shared = False  # True if other gateways are told
-        self._changed: dict[SlidingBudget, None] = {}
         self._claimed_tokens = 0.0  # decayed, as the amounts that they took
         self._took = {"seconds": 0.0, "price": 0.0}
 
@@ -174,36 +181,31 @@ class KeyBudgets:
         if over:
             raise max(over, key=lambda refusal: refusal.state.reset_ns or math.inf)
         self._touch(session, now)
-        slots = [(budget, budget.slot(now)) for budget in budgets]
+        slots = [BudgetSlot(budget, budget.slot(now)) for budget in budgets]
         for budget, slot in slots:
             budget.add(amounts[budget.unit], slot)
-        self._note(slots)
         return BudgetClaim(amounts, slots)
 
-    def settle(self, claim: BudgetClaim, used: Amounts, now: int) -> None:
-        """Give back what was not used, or add what was used beyond; `{}` gives back all."""
+    def settle(self, claim: BudgetClaim, used: Amounts, now: int) -> list[BudgetSlot]:
+        """Give back what was not used, or add what was used beyond; `{}` gives back all.
+
+        Returns the slots that changed.
+        """
+        changed = []
         for budget, slot in claim.slots:
             more = used.get(budget.unit, 0.0) - claim.amounts[budget.unit]
-            budget.add(more, slot if more < 0 else budget.slot(now))
-        self._note(claim.slots)
+            changed.append(BudgetSlot(budget, slot if more < 0 else budget.slot(now)))
+            budget.add(more, changed[-1].slot)
         if used:
             self._claimed_tokens = _KEEP * self._claimed_tokens + claim.amounts["tokens"]
             for unit in self._took:
                 self._took[unit] = _KEEP * self._took[unit] + used[unit]
+        return changed
 
-    def changes(self, purse: bytes) -> list[Spending]:
-        """Return this gateway's use that other gateways were not told."""
-        changes: list[Spending] = []
-        for budget in self._changed:
-            changes += _spending(purse, budget, budget.changed)
-            budget.changed.clear()
-        self._changed.clear()
-        return changes
-
-    def own(self, purse: bytes) -> Iterator[Spending]:
-        """Yield all use of this gateway that still counts."""
+    def own(self) -> Iterator[BudgetSlot]:
+        """Yield all slots that this gateway used."""
         for budget in (*self._own, *(b for budgets in self._sessions.values() for b in budgets)):
-            yield from _spending(purse, budget, budget.own_slots())
+            yield from budget.own_slots()
 
     def merge(self, gateway: str, seq: int, spending: Spending, now: int) -> None:
         """Take another gateway's use, from its message number `seq`."""
@@ -222,10 +224,6 @@ class KeyBudgets:
             self._last[session] = now
             self._sessions.move_to_end(session)
 
-    def _note(self, slots: list[tuple[SlidingBudget, int]]) -> None:
-        if self.is_shared:
-            self._changed |= dict.fromkeys(budget for budget, _ in slots)
-
     def _of_session(self, session: str, now: int) -> list[SlidingBudget]:
         if not session or not self._limits.get("session"):
             return []
@@ -238,7 +236,3 @@ class KeyBudgets:
         if session not in self._sessions:
             self._sessions[session], self._last[session] = self._new("session", session), now
         return self._sessions[session]
-
-
-def _spending(purse: bytes, budget: SlidingBudget, slots: Iterable[int]) -> list[Spending]:
-    return [Spending(purse, budget.session, budget.name, slot, budget.own(slot)) for slot in slots]

@@ -16,6 +16,7 @@ from pigou.control.admission.budgets import (
     PERIODS,
     SESSION_IDLE_NS,
     BudgetExceeded,
+    BudgetSlot,
     BudgetState,
     KeyBudgets,
     Spending,
@@ -70,7 +71,7 @@ class BudgetLedger:
         self._default, self._now = default, now
         self.is_shared = False  # True if other gateways are told
         self._keys = {key.purse: key for key in (NO_KEY, *keys)}
-        self._changed: dict[bytes, KeyBudgets] = {}  # with use that others were not told
+        self._changed: dict[BudgetSlot, bytes] = {}  # use that others were not told, its purse
         # by key or payer: payer or tenant, beginning of the first key's hash
         self._budgets: dict[bytes, tuple[str, str, KeyBudgets]] = {}
         self._refused: Counter[tuple[str, str]] = Counter()  # by tenant and budget
@@ -92,9 +93,7 @@ class BudgetLedger:
                 for period in PERIODS
             }  # fmt: skip
             digest = key.digest.hex()[:12]
-            budgets = KeyBudgets(by_period)
-            budgets.is_shared = self.is_shared
-            self._budgets[key.purse] = key.payer or key.tenant, digest, budgets
+            self._budgets[key.purse] = key.payer or key.tenant, digest, KeyBudgets(by_period)
         return self._budgets[key.purse][-1]
 
     @contextmanager
@@ -117,31 +116,29 @@ class BudgetLedger:
         except BudgetExceeded as over:
             self._refused[key.tenant, over.state.name] += 1
             raise _exceeded(over, _headers(budgets.states(session, self._now()))) from None
-        if self.is_shared:
-            self._changed[key.purse] = budgets
+        self._note(key.purse, claim.slots)
         run.budget_headers = _headers(budgets.states(session, self._now()))
         run.quota.bill = bill
         is_priced = any(budget.unit == "price" for budget, _ in claim.slots)
         try:
             yield
         finally:
-            budgets.settle(claim, _used(run, is_priced), self._now())
-            if self.is_shared:
-                self._changed[key.purse] = budgets
+            self._note(key.purse, budgets.settle(claim, _used(run, is_priced), self._now()))
+
+    def _note(self, purse: bytes, slots: list[BudgetSlot]) -> None:
+        if self.is_shared:
+            self._changed |= dict.fromkeys(slots, purse)
 
     def changes(self, limit: int) -> tuple[Spending, ...]:
-        """Return use that other gateways were not told, of about `limit` slots at most."""
-        changes: list[Spending] = []
-        while self._changed and len(changes) < limit:
-            purse, budgets = self._changed.popitem()
-            changes += budgets.changes(purse)
-        return tuple(changes)
+        """Return use that other gateways were not told, of `limit` slots at most."""
+        changed = [self._changed.popitem() for _ in range(min(limit, len(self._changed)))]
+        return tuple(slot.spending(purse) for slot, purse in changed)
 
     def own(self) -> tuple[Spending, ...]:
         """Return all use of this gateway that still counts."""
         return tuple(
-            spending for purse, (_, _, budgets) in self._budgets.items()
-            for spending in budgets.own(purse)
+            slot.spending(purse) for purse, (_, _, budgets) in self._budgets.items()
+            for slot in budgets.own()
         )  # fmt: skip
 
     def merge(self, gateway: str, seq: int, spending: Iterable[Spending]) -> None:
