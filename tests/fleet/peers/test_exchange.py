@@ -186,6 +186,7 @@ def test_a_key_has_its_budget_once_at_all_gateways_also_after_one_left() -> None
         await until(lambda: used(ledgers[1]) == 1)
         ask(ledgers[1])
         await until(lambda: used(ledgers[0]) == 2)
+        assert ledgers[0].changes(9) == ()  # each is told once
         await a.stop()
         for ledger in ledgers:
             with pytest.raises(APIError, match=r"minute\.requests"):

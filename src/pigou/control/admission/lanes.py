@@ -137,8 +137,11 @@ class QueueLanes:
         """
         limit, running = float(self._caps[name] * max(1, workers)), self._of_class[name]
         if self.others:
-            own = _demand(self.loads(queued), name)
-            others = sum(_demand(loads, name) for loads in self.others.values())
+            own = running + sum(n for lane, n in queued.items() if lane.workload == name)
+            others = sum(
+                load.streams + load.waiting
+                for loads in self.others.values() for load in loads if load.name == name
+            )  # fmt: skip
             share = stream_allowance(limit, [TenantDemand(own=own, all=own + others)])
             if share < limit:
                 limit = dithered(share, self._starts[name])
@@ -189,8 +192,3 @@ class QueueLanes:
             own = max(since, self._served.get(lane, 0))
             starves = passed and now - own >= STARVES_AFTER
             yield LaneState(lane, counts[lane], (now - since) / SECOND, starves)
-
-
-def _demand(loads: Iterable[ClassLoad], name: str) -> int:
-    """Return the streams and waiting requests of a class."""
-    return sum(load.streams + load.waiting for load in loads if load.name == name)
