@@ -7,6 +7,7 @@ A worker's start takes 0.3 CPU-seconds instead of 2.5. `main` is the process tha
 from __future__ import annotations
 
 import asyncio
+import atexit
 import ctypes
 import gc
 import os
@@ -101,13 +102,15 @@ class Popen(subprocess.Popen[Any]):
 class Forks:
     """What `ForkServer` is to a fleet, by `Popen`."""
 
-    threads = 1
+    def takes(self, arguments: Sequence[str]) -> bool:
+        """Return True: processes of several threads are executed by `Popen`."""
+        return True
 
     async def fork(
         self, arguments: Sequence[str], environment: Mapping[str, str],
         descriptors: Sequence[int], line: int,
     ) -> Any:  # fmt: skip
-        """Fork a worker, or execute one of several threads."""
+        """Fork a worker."""
         from pigou.fleet.fork_server import QUIET, ForkedProcess, _stream
         from pigou.wire.fleet_secret import DESCRIPTOR
 
@@ -221,10 +224,22 @@ def _take(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 def become(arguments: list[str]) -> None:
-    """Run a module as this process, and end."""
+    """Run a module as this process, and end without freeing what was imported before the fork."""
     sys.argv = arguments
-    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-    sys.exit(0)
+    status: object = 0
+    try:
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        status = ended.code
+    if not isinstance(status, int | None):
+        print(status, file=sys.stderr)
+        status = 1
+    # What `Py_Finalize` does, but for the objects: to free pages that are shared copies them.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or 0)
 
 
 def main(descriptor: int) -> None:

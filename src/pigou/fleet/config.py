@@ -391,6 +391,13 @@ def threads_each(workers: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // max(1, workers))
 
 
+def threads_of(arguments: Sequence[str]) -> int:
+    """Return a worker's compute threads by its arguments; 1 by default."""
+    given = [value for name, value in pairwise(arguments) if name == "--threads"]
+    given += [text.partition("=")[2] for text in arguments if text.startswith("--threads=")]
+    return max(int(given[-1]), 1) if given and given[-1].isdecimal() else 1
+
+
 def sleeps(arguments: Sequence[str]) -> bool:
     """True if the arguments let workers sleep instead of computing."""
     return any(text.startswith(("--timing", "--executor=sleep")) for text in arguments) or (

@@ -18,11 +18,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from pigou.fleet.config import sleeps, threads_of
 from pigou.wire.fleet_secret import DESCRIPTOR
 
 #: OpenMP threads that wait must not burn the cores that others need.
@@ -87,6 +89,13 @@ class ForkServer:
         self._pending: deque[asyncio.Future[tuple[int, asyncio.Future[int]]]] = deque()
         self._exits: dict[int, asyncio.Future[int]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    def takes(self, arguments: Sequence[str]) -> bool:
+        """True if a worker of these arguments needs what is imported: it computes on the CPU."""
+        devices = [value for name, value in pairwise(arguments) if name == "--device"]
+        devices += [text.partition("=")[2] for text in arguments if text.startswith("--device=")]
+        computes = not sleeps(arguments) and set(devices) <= {"cpu"}
+        return computes and threads_of(arguments) == self.threads
 
     async def fork(
         self, arguments: Sequence[str], environment: Mapping[str, str],

@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from itertools import pairwise
 from statistics import median
 from typing import ClassVar, TypeAlias
 
@@ -22,6 +21,7 @@ from pigou.fleet.config import (
     WorkersConfig,
     sleeps,
     threads_each,
+    threads_of,
 )  # fmt: skip
 from pigou.fleet.member import Member, MemberSetup, pool_name
 from pigou.fleet.probe import probe
@@ -117,13 +117,6 @@ def start_workers(
     return workers
 
 
-def on_cpu(arguments: Sequence[str]) -> bool:
-    """True if a worker with these arguments computes, and on the CPU alone."""
-    devices = [value for name, value in pairwise(arguments) if name == "--device"]
-    devices += [text.partition("=")[2] for text in arguments if text.startswith("--device=")]
-    return not sleeps(arguments) and set(devices) <= {"cpu"}
-
-
 def _apart(arguments: Sequence[str], name: str) -> list[str]:
     """Return the arguments, with separate tier paths for `name`."""
     own_arguments: list[str] = []
@@ -149,16 +142,9 @@ def machine_room(templates: Sequence[WorkerTemplate]) -> int:
     return len(devices - {"cpu"}) + (cores // threads if threads else 0)
 
 
-def threads_of(arguments: Sequence[str]) -> int:
-    """Return a worker's compute threads by its arguments; 1 by default."""
-    given = [value for name, value in pairwise(arguments) if name == "--threads"]
-    given += [text.partition("=")[2] for text in arguments if text.startswith("--threads=")]
-    return max(int(given[-1]), 1) if given and given[-1].isdecimal() else 1
-
-
 async def _start_here(member: Member, arguments: Sequence[str]) -> MemberProcess:
     forks = member.setup.forks
-    if forks is not None and not (on_cpu(arguments) and threads_of(arguments) == forks.threads):
+    if forks is not None and not forks.takes(arguments):
         forks = None
     return await WorkerProcess.start(member.id, arguments, member.setup.secret, forks=forks)
 
