@@ -16,8 +16,9 @@ BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
 SHAPE = Shape(
     hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=1024, max_len=2048
 )
-REAL = ("--dtype", "fp32", "--blocks", "1536", "--kv-lease", "3", "--threads", "1")
-SLEEP = ("--executor", "sleep", "--blocks", "1024", "--kv-lease", "3", "--repeat", "1")
+_QUICK = ("--kv-lease", "3", "--rehearse", "0")
+REAL = ("--dtype", "fp32", "--blocks", "1536", "--threads", "1", *_QUICK)
+SLEEP = ("--executor", "sleep", "--blocks", "1024", "--repeat", "1", *_QUICK)
 
 
 @pytest.fixture(scope="package")
