@@ -27,7 +27,7 @@ from pigou.gateway.config import GatewayConfig
 WATCH = WatchConfig(
     every=0.2, timeout=1.0, failures=2, hang=20.0, start=120.0, drain=2.0, min_backoff_s=0.1
 )
-SLEEP = ("--executor", "sleep", "--sleep-base", "20000000", "--repeat", "1")
+SLEEP = ("--executor", "sleep", "--sleep-base", "20000000", "--repeat", "1", "--rehearse", "0")
 PROMPT = "A prompt of some length, so that there is more than one block of sixteen to transfer."
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,18 @@ from tests.gateway.stub import Stub
 from pigou.config import ControlConfig
 from pigou.fleet.live_fleet import LiveFleet
 from pigou.fleet.serve import Serving
-from pigou.request import EngineLimits, Role
+from pigou.request import SECOND, EngineLimits, Role
 from pigou.workload.journal_file import lines
 from pigou.workload.journal_replay import replay_journal
 
 WORKER = ("--executor", "sleep", "--sleep-base", "5000000", "--repeat", "1", "--max-seqs", "16",
-          "--max-batched-tokens", "512")  # fmt: skip
+          "--max-batched-tokens", "512", "--rehearse", "0")  # fmt: skip
 POINTS = {
     "light": {"params": {"urgency": 4.0}},
     "heavy": {"temperature": 0.25, "max_seqs": 2, "max_batched_tokens": 64},
 }
+#: Sees a queue within a second, and its end by a second without work.
+DETECTOR = {"detector": "cusum", "arl0": 60 * SECOND, "span": 1.0, "idle": SECOND}
 Rows = dict[str, dict[str, Any]]
 
 
@@ -54,26 +55,35 @@ async def seen_at(serving: Serving) -> list[Any]:
     return [msgspec.json.decode(page)["limits"] for _, page in pages]
 
 
+async def until_regime(client: Client, holds: Callable[[str], bool]) -> dict[str, Any]:
+    """Wait until the regime is so; return what the gateway shows of the game."""
+    for _ in range(1200):
+        if holds((shown := await game(client))["regime"]):
+            return shown
+        await asyncio.sleep(0.05)
+    raise AssertionError(shown)
+
+
 async def test_a_regime_s_point_reaches_every_engine_and_one_that_joins_and_goes_again(
     tmp_path: Path,
 ) -> None:
     journal = tmp_path / "journal.jsonl"
-    control = ControlConfig(operating_points=POINTS)
+    control = ControlConfig(operating_points=POINTS, saturation=DETECTOR)
     async with running(
         0, 0, 2, control=control, arguments=WORKER, template=WORKER, journal=journal
     ) as (serving, client):
-        for _ in range(30):  # what a prompt takes without a queue is learned
+        for _ in range(10):  # what a prompt takes without a queue is learned
             text(await client.reply(max_tokens=2))
-        shown = await game(client)
-        assert (shown["regime"], shown["operating_point"]) == ("below", POINTS["light"])
+        shown = await until_regime(client, "below".__eq__)
+        assert shown["operating_point"] == POINTS["light"]
         assert shown["parameters"]["urgency"] == 4.0
-        assert all(row["limits"] is None for row in (await client.workers()).values())
+        await until(client, lambda rows: all(row["limits"] is None for row in rows.values()))
 
-        stop = time.monotonic() + 60.0
-        flood = [asyncio.create_task(_ask(client, lambda: stop)) for _ in range(64)]
+        over = asyncio.Event()
+        flood = [asyncio.create_task(_ask(client, over)) for _ in range(64)]
         await until(client, limited(2, 64, 2))
-        shown = await game(client)
-        assert (shown["regime"] != "below", shown["operating_point"]) == (True, POINTS["heavy"])
+        shown = await until_regime(client, "below".__ne__)
+        assert shown["operating_point"] == POINTS["heavy"]
         assert (shown["temperature"], shown["parameters"]["urgency"]) == (0.25, 2.0)
         assert serving.plane_driver.plane.state.columns.max_seqs.tolist() == [2, 2]
         assert await seen_at(serving) == [{"max_seqs": 2, "max_batched_tokens": 64}] * 2
@@ -89,20 +99,18 @@ async def test_a_regime_s_point_reaches_every_engine_and_one_that_joins_and_goes
         assert status == 202
         await until(client, limited(2, 64, 3))
 
-        stop = 0.0
-        await asyncio.gather(*flood)
         live = LiveFleet(serving.supervisor)
         live.set_limits("both", 3, None, 0)  # a planner's go first
         await until(client, limited(3, 64, 3))
-        while (await game(client))["regime"] != "below":
-            text(await client.reply(max_tokens=2))
+        over.set()
+        await asyncio.gather(*flood)
         await until(client, limited(3, 512, 3))
-        assert (await game(client))["operating_point"] == POINTS["light"]
+        assert (await until_regime(client, "below".__eq__))["operating_point"] == POINTS["light"]
     assert replay_journal(lines(str(journal))).difference is None
 
 
-async def _ask(client: Client, stop: Callable[[], float]) -> None:
-    while time.monotonic() < stop():
+async def _ask(client: Client, over: asyncio.Event) -> None:
+    while not over.is_set():
         text(await client.reply(max_tokens=16))
 
 

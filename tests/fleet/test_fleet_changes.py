@@ -9,15 +9,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.fleet.harness import SLEEP, WATCH, Client, attached, running, text, until
+from tests.fleet.harness import WATCH, Client, attached, running, text, until
 from tests.gateway.stub import Script, Stub, whole_text
 
 from pigou.config import ControlConfig
 
 #: Tokens of a stream that is under way while the fleet changes: 20 ms each.
 TOKENS = 32
-#: They do not measure their speed first.
-QUICK = (*SLEEP, "--rehearse", "0")
 
 
 def state(id: str, wanted: str) -> Any:
@@ -47,7 +45,7 @@ async def equal(tasks: list[asyncio.Task[list[dict[str, Any]]]], expected: str) 
 @pytest.mark.slow
 async def test_streams_under_way_outlive_every_change() -> None:
     control = ControlConfig(policy="least-loaded")  # prompts go to the prefill worker
-    async with running(1, 2, 0, control=control, arguments=QUICK, template=QUICK) as (_, client):
+    async with running(1, 2, 0, control=control) as (_, client):
         expected = text(await client.reply(max_tokens=TOKENS))
 
         # A worker drains while another is added.
@@ -103,7 +101,7 @@ async def test_streams_under_way_outlive_every_change() -> None:
 
 @pytest.mark.slow
 async def test_a_worker_that_is_killed_while_it_starts_starts_again() -> None:
-    async with running(0, 0, 1, arguments=QUICK, template=QUICK) as (serving, client):
+    async with running(0, 0, 1) as (serving, client):
         expected = text(await client.reply())
         await client.change("POST", "/workers", {"role": "both"})
         rows = await until(client, lambda rows: rows["both-1"]["pid"])

@@ -46,7 +46,7 @@ async def test_local_workers_are_closed_and_nobody_can_read_their_secret() -> No
 
 
 async def test_an_attached_worker_of_the_fleet_needs_no_key() -> None:
-    process = await WorkerProcess.start("w", [*SLEEP, "--rehearse", "0"], SECRET)
+    process = await WorkerProcess.start("w", SLEEP, SECRET)
     serving = None
     try:
         url = (await process.ready(120))["url"]

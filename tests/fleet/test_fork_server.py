@@ -37,31 +37,22 @@ def test_a_forked_worker_starts_and_ends_like_an_executed_one() -> None:
             assert ended.code == 0
             os.kill(killed.pid, signal.SIGKILL)
             assert "ended by signal 9" in await killed.exited()
-            refused = await WorkerProcess.start("w3", ["--max-seqs", "0"], None, forks=forks)
-            assert "status 2" in await refused.exited()
-            assert "--max-seqs is 0" in "".join(refused._tail)
+            await refused(forks)
+            # Workers end with a fork server that is killed; others are executed.
+            os.kill(forks.pid, signal.SIGKILL)
+            assert "signal 9" in await left.exited()
+            await gone(left.pid)
+            assert await refused(forks) != FORKED_NAME
         finally:
             forks.close()
-        # Without a fork server its workers end; others are executed.
-        await gone(left.pid)
-        assert await left.exited()
-        other = await WorkerProcess.start("w4", SLEEPS, None, forks=forks)
-        assert (await other.ready(60))["pid"] == other.pid
-        assert Path(f"/proc/{other.pid}/comm").read_text().strip() != FORKED_NAME
-        await other.stop(10)
-        assert other.code == 0
 
     asyncio.run(run())
 
 
-def test_workers_end_with_a_fork_server_that_is_killed() -> None:
-    async def run() -> None:
-        forks = ForkServer(1)
-        worker = await WorkerProcess.start("w0", SLEEPS, None, forks=forks)
-        await worker.ready(60)
-        os.kill(forks.pid, signal.SIGKILL)
-        assert "signal 9" in await worker.exited()
-        await gone(worker.pid)
-        forks.close()
-
-    asyncio.run(run())
+async def refused(forks: ForkServer) -> str:
+    """Start a worker that refuses its options; return the name of its process."""
+    worker = await WorkerProcess.start("w", ["--max-seqs", "0"], None, forks=forks)
+    name = Path(f"/proc/{worker.pid}/comm").read_text().strip()
+    assert "status 2" in await worker.exited()
+    assert "--max-seqs is 0" in "".join(worker._tail)
+    return name

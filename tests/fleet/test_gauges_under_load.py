@@ -28,7 +28,7 @@ from tools.diagnosis_pages import alert_rules
 #: Prompts take 0.3 s, steps 20 ms: a planner looks between the ends of steps, and within them.
 TIMING = "law:itl_a=0.02,itl_b=0.001,prefill=0.02,prefill_token=0.001"
 ARGUMENTS = ("--timing", TIMING, "--max-seqs", "32", "--blocks", "800", "--repeat", "1")
-STREAMS, PROMPT, POLLS, POLL_S = 28, "word " * 150, 30, 0.1
+STREAMS, PROMPT, POLLS, POLL_S = 28, "word " * 150, 15, 0.1
 PREFILL, DECODE, GATEWAY = "prefill-0", "decode-0", ""
 _NAME = re.compile(r"\b(?:vllm:|pigou_)\w+")
 
@@ -85,7 +85,7 @@ async def poll() -> Polled:
                 for worker, seen in pages.items():
                     polled.pages.setdefault(worker, []).append(seen)
             polled.rows.append(await client.workers())
-            if look % 10 == 9:
+            if look % 5 == 4:
                 window = windows.window(time.monotonic_ns())
                 polled.windows.append({w.id: w for pool in window.pools for w in pool.workers})
         over.set()

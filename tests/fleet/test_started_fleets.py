@@ -20,7 +20,6 @@ from pigou.fleet.sources.local import WorkerTemplate
 from pigou.placement.gang import Pack
 from pigou.placement.topology import TopologyLevel
 
-QUICK = (*SLEEP, "--rehearse", "0")
 #: Prompts go to the prefill worker.
 SPLIT = ControlConfig(policy="least-loaded")
 on_ray = [
@@ -48,8 +47,8 @@ def ray(kind: str, request: pytest.FixtureRequest) -> RayConfig | None:
 
 
 def fleet(ray: RayConfig | None, *counts: int) -> Any:
-    template = WorkerTemplate(arguments=QUICK, ray=ray)
-    return running(*counts, control=SPLIT, arguments=QUICK, templates=[template])
+    template = WorkerTemplate(arguments=SLEEP, ray=ray)
+    return running(*counts, control=SPLIT, templates=[template])
 
 
 async def streams(client: Client, count: int = 6) -> list[asyncio.Task[list[dict[str, Any]]]]:

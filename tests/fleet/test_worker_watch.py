@@ -16,8 +16,8 @@ from tests.gateway.stub import Script, Stub, whole_text
 
 #: A worker that does not progress for a second is hung, and 10 ms for each token of its step.
 QUICK = msgspec.structs.replace(WATCH, hang=1.0)
-#: A prompt of 200 tokens takes 6 seconds: six times the limit, tokens included twice.
-SLOW_PREFILL = (*SLEEP, "--sleep-prefill-rate", "33")
+#: A prompt of 100 tokens takes 4 seconds: four times the limit, tokens included twice.
+SLOW_PREFILL = (*SLEEP, "--sleep-prefill-rate", "25")
 
 
 @dataclass
@@ -40,16 +40,16 @@ async def restarts(client: Client) -> int:
 
 async def test_a_prefill_that_outlasts_the_limit_kills_no_worker() -> None:
     async with running(0, 0, 1, watch=QUICK, arguments=SLOW_PREFILL) as (_, client):
-        assert text(await client.reply(prompt=list(range(300, 500)), max_tokens=2))
+        assert text(await client.reply(prompt=list(range(300, 400)), max_tokens=2))
         assert await restarts(client) == 0
 
 
 async def test_a_whole_reply_that_outlasts_the_limit_kills_no_worker() -> None:
     async with running(0, 0, 1, watch=QUICK) as (_, client):
         status, reply = await client.post(
-            "/v1/completions", prompt=PROMPT, max_tokens=150, ignore_eos=True
+            "/v1/completions", prompt=PROMPT, max_tokens=100, ignore_eos=True
         )
-        assert (status, reply["usage"]["completion_tokens"]) == (200, 150)
+        assert (status, reply["usage"]["completion_tokens"]) == (200, 100)
         assert await restarts(client) == 0
 
 
@@ -103,7 +103,7 @@ async def test_workers_that_stand_still_together_for_a_while_are_left_alone() ->
         pids = [row["pid"] for row in (await client.workers()).values()]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        await asyncio.sleep(4 * WATCH.failures * (WATCH.every + WATCH.timeout))
+        await asyncio.sleep(2 * WATCH.failures * (WATCH.every + WATCH.timeout))
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
         assert text(await task) == expected
