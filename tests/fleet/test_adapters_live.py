@@ -25,7 +25,8 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
         (tmp_path / name / "adapter_config.json").write_text(json.dumps({"name": name}))
         modules += ["--lora-modules", f"{name}={tmp_path / name}"]
     return ("--executor", "sleep", "--sleep-base", "2000000", "--enable-lora", "--max-loras", "2",
-            "--max-cpu-loras", "2", "--sleep-lora-read", "200000000", *modules)  # fmt: skip
+            "--max-cpu-loras", "2", "--sleep-lora-read", "200000000", "--rehearse", "0",
+            *modules)  # fmt: skip
 
 
 async def loads(upstream: Upstream) -> float:
@@ -63,14 +64,14 @@ async def test_each_adapter_is_loaded_once_and_copied_when_it_is_hot(
         body = {"lora_name": "e", "lora_path": str(tmp_path / "e")}
         status, _ = await ups[workers[0]].get("/v1/load_lora_adapter", 10.0, "POST", body)
         assert status == 200
-        for _ in range(100):
+        for _ in range(600):
             rows = await client.workers()
             if "e" in rows[workers[0]]["adapters"]:
                 break
             await asyncio.sleep(0.1)
         for _ in range(40):
             await client.reply(model="e", max_tokens=1)
-        for _ in range(100):
+        for _ in range(600):
             rows = await client.workers()
             if "e" in rows[workers[1]]["adapters"]:
                 return

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 from tests.fleet.harness import SLEEP, WATCH, Client, running
 from tests.gateway.stub import Stub
+from tests.lib.forked_python import Forks
 
 from pigou.config import ControlConfig
 from pigou.fleet.config import AttachedWorker
@@ -46,7 +47,7 @@ async def test_local_workers_are_closed_and_nobody_can_read_their_secret() -> No
 
 
 async def test_an_attached_worker_of_the_fleet_needs_no_key() -> None:
-    process = await WorkerProcess.start("w", SLEEP, SECRET)
+    process = await WorkerProcess.start("w", SLEEP, SECRET, forks=Forks())  # type: ignore[arg-type]
     serving = None
     try:
         url = (await process.ready(120))["url"]

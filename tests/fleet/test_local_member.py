@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 
+import msgspec
 import psutil
 import pytest
 from tests.fleet.harness import PROMPT, SLEEP, WATCH, Client, running, text
@@ -27,7 +29,7 @@ SPLITS = ControlConfig(policy="least-loaded")
 
 async def busy(client: Client, role: str) -> int:
     """Return the pid of a worker of this role that has requests under way."""
-    for _ in range(200):
+    for _ in range(6000):
         rows = await client.workers()
         for row in rows.values():
             if row["role"] == role and (row["decode_requests"] or row["prefill_requests"]):
@@ -151,24 +153,26 @@ async def test_a_worker_that_never_comes_up_fails_the_start_with_its_last_words(
     await serving.stop()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [
+    signal.SIGKILL, signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)
+])  # fmt: skip
 def test_no_worker_outlives_the_gateway(number: signal.Signals) -> None:
     if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip("SIGHUP is ignored here, as under nohup")
+    worker = {"id": "w", "role": "both", "arguments": SLEEP}
+    settings = {"workers": [worker], "attach": [], "gateway": {"port": 0}, "control": {},
+                "watch": msgspec.to_builtins(WATCH)}  # fmt: skip
     process = Popen(
-        [sys.executable, "-m", "pigou", "serve", "--prefill", "1", "--decode", "1",
-         "--port", "0", "--", *SLEEP],
+        [sys.executable, "-m", "tests.e2e.launch", json.dumps(settings)],
         stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     try:
         assert process.stdout is not None
-        for line in process.stdout:
-            if "Ctrl-C" in line:
-                break
+        assert process.stdout.readline().startswith('{"port"')
         children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) == 2
+        assert children
         process.send_signal(number)
-        process.wait(20)
+        process.wait(60)
         deadline = time.monotonic() + 60
         while any(_runs(child) for child in children):
             assert time.monotonic() < deadline, "a worker is left"

@@ -111,16 +111,16 @@ async def test_price_keeps_what_somebody_adds_and_does_not_replace_what_somebody
     async with running(0, 0, 1, arguments=SLEEP, planner=planner) as (_, client):
         over = asyncio.Event()
         load = asyncio.create_task(pace(client, over))
-        await until_plan(client, lambda view: len(view["series"]["time"]) > 8)
+        await until_plan(client, lambda view: len(view["series"]["time"]) > 5)
         status, _ = await client.post("/workers", role="both", count=1)
         assert status == 202
         await until_states(client, up=2)
-        view = await seconds_later(3)  # three times `hold_s`
+        view = await seconds_later(2)  # twice `hold_s`
         assert (view["moves"], view["replicas"]["both"]["ready"]) == ({}, 2)
         status, _ = await client.change("POST", "/workers/both-1/drain")
         assert status == 202
         await until_plan(client, lambda view: view["replicas"]["both"] == ONE_READY)
-        view = await seconds_later(2)
+        view = await seconds_later(1.5)
         assert (view["moves"], view["replicas"]["both"]) == ({}, ONE_READY)
         over.set()
         await load
