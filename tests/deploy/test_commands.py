@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from tests.lib.source_tree import ROOT
 
 from pigou.cli import main
 from pigou.fleet.kubernetes.reconciliation import reconcile
+from pigou.gateway.auth.keys import make_key
 
 Parse = Callable[[Sequence[str], dict[str, str]], Any]
 
@@ -63,9 +62,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parse:
 
 
 def keys_file(folder: Path) -> None:
-    command = [sys.executable, "-m", "pigou", "key", "me"]
-    done = subprocess.run(command, capture_output=True, check=True)
-    (folder / "keys").write_bytes(done.stdout)
+    (folder / "keys").write_text(make_key("me")[1] + "\n")
 
 
 @pytest.mark.parametrize("target", ["gateway", "worker"])

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,8 +19,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.deploy.images import DEPLOY, compose, entry, environment, health_check, stages
+from tests.lib.forked_python import Popen
 from tests.lib.server_process import free_ports
-from tests.lib.source_tree import ROOT
 
 _START_S = 180.0
 
@@ -46,7 +47,7 @@ class Services:
         said = ""
         for command in commands:
             done = subprocess.run(
-                ["sh", "-ec", command], cwd=self._folder, env=self._environment({}),
+                ["sh", "-ec", command], cwd=self._folder, env=_environment({"PATH": self._path}),
                 capture_output=True, text=True, check=True,
             )  # fmt: skip
             said += done.stderr
@@ -74,14 +75,16 @@ class Services:
         assert not any("/run/secrets/" in word for word in command), command
         variables = {**environment(target), **service.get("environment", {})}
         variables.pop("NUMBA_CACHE_DIR")  # a folder of the image
+        assert command.pop(0) == "pigou"
+        command = [sys.executable, "-m", "pigou", *command, *further]
         with (self._folder / f"{name}.log").open("wb") as log:
-            self._processes[name] = subprocess.Popen(
-                [*command, *further, "--port", str(self.ports[name])], cwd=self._folder, stderr=log,
-                stdout=log, env=self._environment(variables),
+            self._processes[name] = Popen(
+                [*command, "--port", str(self.ports[name])],
+                stderr=log, stdout=log, env=_environment(variables),
             )  # fmt: skip
 
     def until_healthy(self, name: str) -> None:
-        """Run the image's health check until it succeeds."""
+        """Wait until the service listens, then run the image's health check until it succeeds."""
         service = self._file["services"][name]
         port = dict(stages()[service["build"]["target"]])["EXPOSE"]
         check = [
@@ -89,6 +92,11 @@ class Services:
             for word in health_check(service["build"]["target"])
         ]
         end = time.monotonic() + _START_S
+        while self._processes[name].poll() is None and time.monotonic() < end:
+            with contextlib.suppress(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", self.ports[name]), 10).close()
+                break
+            time.sleep(0.1)
         while subprocess.run([sys.executable, *check[1:]], capture_output=True).returncode:
             log = (self._folder / f"{name}.log").read_text()
             assert self._processes[name].poll() is None, log
@@ -105,10 +113,10 @@ class Services:
             for process in self._processes.values():
                 process.kill()
 
-    def _environment(self, variables: dict[str, str]) -> dict[str, str]:
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("PIGOU_")}
-        source = {"PYTHONPATH": str(ROOT / "src"), "PATH": self._path}
-        return {**clean, **variables, **source}
+
+def _environment(variables: dict[str, str]) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PIGOU_")}
+    return {**clean, **variables}
 
 
 @pytest.fixture
@@ -163,7 +171,7 @@ def test_the_services_start_serve_and_end(services: Services) -> None:
     port = services.ports["gateway"]
     (model,) = ask(port, key, "models")[0]["data"]
     prompt = "Once upon a time there was a little house by the sea. " * 8
-    body = {"model": model["id"], "prompt": prompt, "max_tokens": 8}
+    body = {"model": model["id"], "prompt": prompt, "max_tokens": 8, "ignore_eos": True}
     reply, headers = ask(port, key, "completions", body)
     assert reply["usage"]["completion_tokens"] == 8
     assert headers["X-Pigou-Worker"]
