@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.e2e.fleet import Fleet, worker
 
+from pigou.models import bundled_path
 from tools.make_random_checkpoint import Shape, write_checkpoint
 
 #: Bytes of a block of the model below: K and V, 2 layers, 16 slots, 2 heads of 16, fp32.
@@ -40,6 +41,16 @@ def real(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         worker("decode-tcp", checkpoint, *REAL, "--kv-transfer", "tcp", "--repeat", "1"),
     ]
     fleet = Fleet.start(tmp_path_factory.mktemp("real") / "log", workers)
+    yield fleet
+    fleet.stop()
+
+
+@pytest.fixture(scope="package")
+def bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """One worker for both, of the bundled model."""
+    options = ("--blocks", "1024", "--threads", "1", *_QUICK)
+    log = tmp_path_factory.mktemp("bundled") / "log"
+    fleet = Fleet.start(log, [worker("both-0", bundled_path(), *options)])
     yield fleet
     fleet.stop()
 

@@ -8,9 +8,7 @@ from enum import Enum
 from typing import Any, Literal
 
 import pytest
-from tests.e2e.fleet import Fleet, worker
-
-from pigou.models import bundled_path
+from tests.e2e.fleet import Fleet
 
 openai = pytest.importorskip("openai")
 pydantic = pytest.importorskip("pydantic")
@@ -72,13 +70,9 @@ QUESTIONS: dict[type[pydantic.BaseModel], str] = {
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    options = ("--blocks", "1024", "--threads", "1")
-    log = tmp_path_factory.mktemp("bundled") / "log"
-    fleet = Fleet.start(log, [worker("both-0", bundled_path(), *options)])
-    with openai.OpenAI(base_url=fleet.url + "/v1", api_key="any", max_retries=0) as client:
+def client(bundled: Fleet) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=bundled.url + "/v1", api_key="any", max_retries=0) as client:
         yield client
-    fleet.stop()
 
 
 @pytest.mark.parametrize("seeds", [1, pytest.param(5, marks=pytest.mark.slow)])
