@@ -67,9 +67,15 @@ def test_an_order_meets_the_target_only_with_all_three_figures() -> None:
         assert not meets(row | change)
 
 
-def test_junk_moves_a_planner_by_one_share_unless_names_can_be_made_up() -> None:
-    workers = {row["order"]: row["workers"] for row in tenants._planner()}
-    assert workers["one name"] == workers["pooled names"] < workers["made-up names"]
+@pytest.mark.slow
+def test_a_planner_that_knows_tenants_starts_fewer_workers_for_junk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tenants, "_PLANNED_S", (0.0, 30.0))
+    monkeypatch.setattr(tenants, "_JUNK_S", (2.0, 30.0))
+    known, unknown = (tenants._planned(who, 2.0, [1]) for who in ("pooled names", "no tenants"))
+    assert known["workers"] < unknown["workers"]
+    assert known["victim_ttft_p99_s"] < unknown["victim_ttft_p99_s"]
 
 
 def test_made_up_names_gain_nothing_where_they_share_one_weight() -> None:

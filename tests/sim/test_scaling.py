@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import msgspec
@@ -38,7 +39,7 @@ from pigou.sim.scaling import OfferedRate, ScalingMove, reversals, settle_second
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.virtual_clock import EPOCH
-from pigou.sim.workload import OpenLoop, RequestLengths, renewal
+from pigou.sim.workload import OpenLoop, RequestLengths, RequestSession, renewal
 from pigou.windows.planner_window import PlannerWindow, WorkerState
 
 LAW = "law:itl_a=0.008,itl_b=0.0003,prefill=0.004,prefill_token=0.00005"
@@ -142,6 +143,23 @@ def test_a_planner_that_does_nothing_changes_nothing() -> None:
         document.pop(other, None)
         with_planner.pop(other)
     assert document == with_planner
+
+
+def test_a_flood_of_one_tenant_buys_no_more_than_its_share_of_max_workers() -> None:
+    def decided(*tenants: str) -> dict[str, Any]:
+        sessions = [
+            RequestSession(session.start_ns, tuple(
+                replace(spec, tenant=tenants[number % len(tenants)]) for spec in session.requests
+            ))
+            for number, session in enumerate(load(seconds=10.0).sessions)
+        ]  # fmt: skip
+        rule = at(6, AddWorkers("both", 7))
+        return run(planned(rule, workload=OpenLoop(sessions), max_workers=8))
+
+    flood = decided(*["flood"] * 19, "quiet")
+    assert flood["peak_workers"] == 5  # half of eight, and one for the other's part
+    assert "shares of it allow 5" in flood["decisions"][0]["refused"][0]
+    assert decided("flood")["peak_workers"] == 8  # alone, it has all
 
 
 def test_gpu_hours_are_the_integral_of_the_workers() -> None:

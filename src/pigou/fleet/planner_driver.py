@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from pigou.background import Background, cancel
 from pigou.config import ConfigError
 from pigou.control.journal import planner_entry
-from pigou.control.planner.actuation import carry_out, tenants_limit
+from pigou.control.planner.actuation import carry_out
 from pigou.control.planner.config import PlannerConfig
-from pigou.control.planner.messages import Action, AddWorkers, PlannerDecision, RebalancePool
+from pigou.control.planner.messages import PlannerDecision, RebalancePool
 from pigou.control.planner.planner import Planner, PlannerStarted, PoolProfile, decide
+from pigou.control.planner.tenant_load import TenantLoad
 from pigou.engine.startup_profiling import CONTEXT_TOKENS
 from pigou.fleet.live_fleet import LiveFleet
 from pigou.fleet.planner_windows import PlannerWindows
@@ -114,12 +115,10 @@ class PlannerDriver:
         self._plane_driver.write(entry)
 
     def _act(self, decision: PlannerDecision, now: int) -> list[str]:
-        refusals = []
+        refusals, load, limit = [], self._load(), self.max_workers
         for action in decision.actions:
             try:
-                limit, reason = self._limit(action)
-                why = carry_out(action, self._live_fleet, now, limit)
-                why += reason if why else ""
+                why = carry_out(action, self._live_fleet, now, limit, load)
             except Exception as error:
                 _log.exception("%s could not be carried out", action)
                 why = f"{type(action).__name__} failed: {error or type(error).__name__}"
@@ -131,23 +130,11 @@ class PlannerDriver:
                 _log.info("planner: %s%s", action, f", refused: {why}" if why else "")
         return refusals
 
-    def _limit(self, action: Action) -> tuple[int, str]:
-        max_workers = self.max_workers
-        if not isinstance(action, AddWorkers) or not max_workers:
-            return max_workers, ""
+    def _load(self) -> TenantLoad:
         work = Counter[str]()
         for driver in self._plane_drivers:
             work.update(driver.meter.work_by_tenant())
-        weights = self._plane_driver.plane.config.tenant_weights
-        wanted = min(self._live_fleet.size + action.count, max_workers)
-        limit = tenants_limit(max_workers, wanted, work, weights)
-        if wanted <= limit:
-            return max_workers, ""
-        name, tokens = max(work.items(), key=lambda entry: entry[1])
-        return limit, (
-            f": tenants' shares of it allow {limit}, as {tokens / work.total():.0%} of the load is "
-            f"tenant {name!r}'s"
-        )
+        return TenantLoad(work, self._plane_driver.plane.config.tenant_weights)
 
     # --- what the planner is made of ----------------------------------------------------------
 

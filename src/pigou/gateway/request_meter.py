@@ -14,6 +14,7 @@ from prometheus_client.core import Metric
 
 from pigou.control.admission.queue_order import QueuedRequest
 from pigou.control.planner.config import CLASS_HEADER
+from pigou.control.planner.tenant_load import TenantWork
 from pigou.gateway.request import GatewayRun, MeteredRun
 from pigou.metric_rows import counter_family, gauge_family
 from pigou.objectives import AttainmentCounter, Objectives, class_label
@@ -24,8 +25,6 @@ from pigou.wire.errors import APIError, bad_request
 #: Nanoseconds of the requests that the recent attainment is of, and the most of them.
 RECENT_NS, _MAX_RECENT = 300 * SECOND, 65_536
 _TOO_MANY = 429
-#: Half-life of the work that a tenant asked for.
-_WORK_HALF_LIFE_NS = 60 * SECOND
 
 
 class RequestMeter:
@@ -47,8 +46,7 @@ class RequestMeter:
         self._arrived: list[MeteredRun] = []
         self._first: list[MeteredRun] = []
         self._ended: list[MeteredRun] = []
-        self._work: dict[str, float] = {}
-        self._work_ns = time.monotonic_ns()
+        self._work = TenantWork(time.monotonic_ns())
         self._recent: deque[tuple[int, str, bool]] = deque(maxlen=_MAX_RECENT)
 
     @contextmanager
@@ -85,30 +83,17 @@ class RequestMeter:
         now, tenant = time.monotonic_ns(), run.account
         ended = metered.end(now, self.objectives, self.model(), done=done, counts=counts)
         self._open.pop(run.parsed.id, None)
-        self._forget_work(now)
-        work = ended.prompt_tokens + ended.output_tokens
-        self._work[tenant] = self._work.get(tenant, 0.0) + work
+        self._work.add(tenant, ended.prompt_tokens + ended.output_tokens, now)
         if self.is_windowed:
             self._ended.append(metered)
         if counts and self.objectives.known:
             self.attainment.add(ended.workload, ended.is_attained)
             self._recent.append((now, ended.workload, ended.is_attained))
 
-    def _forget_work(self, now: int) -> None:
-        """Decay tenants' work, and forget silent tenants."""
-        if now - self._work_ns < SECOND:
-            return
-        keep = 0.5 ** ((now - self._work_ns) / _WORK_HALF_LIFE_NS)
-        self._work = {tenant: keep * work for tenant, work in self._work.items() if work > 1e-3}
-        self._work_ns = now
-
     def work_by_tenant(self) -> dict[str, float]:
         """Return recent prompt and output tokens by payer or tenant, open requests included."""
-        self._forget_work(time.monotonic_ns())
-        work = dict(self._work)
-        for metered in self._open.values():
-            work[metered.account] = work.get(metered.account, 0.0) + metered.work
-        return work
+        running = ((metered.account, metered.work) for metered in self._open.values())
+        return self._work.recent(time.monotonic_ns(), running)
 
     def class_named(self, run: GatewayRun, headers: Mapping[str, str]) -> str:
         """Return the class of a client's request; raise `APIError` 400 for an unknown name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -15,6 +16,7 @@ from pigou.config import ConfigError
 from pigou.control.planner.actuation import ManagedWorker, carry_out
 from pigou.control.planner.messages import PlannerDecision
 from pigou.control.planner.planner import Planner, PlannerSetup, load
+from pigou.control.planner.tenant_load import TenantLoad
 from pigou.objectives import Budget, Objectives, ProvisioningTimes, Slo
 from pigou.performance.sweep_tables import SweepTables
 from pigou.request import SECOND
@@ -391,8 +393,10 @@ class Scaling:
         windows = [(fleet.prefix, fleet.meter.window(now)) for fleet in self._fleets]
         self._planner.observe(_merged(windows))
         decision = self._planner.tick(now)
-        limit = self._config.max_workers or 0
-        results = [carry_out(action, self._managed, now, limit) for action in decision.actions]
+        limit, tenants = self._config.max_workers or 0, self._tenant_load(now)
+        results = [
+            carry_out(action, self._managed, now, limit, tenants) for action in decision.actions
+        ]
         refusals = [refusal for refusal in results if refusal]
         self.peak_workers = max(self.peak_workers, self.size)
         advice = tuple(a.move for a in decision.alternatives if a.chosen and a.reason)
@@ -401,6 +405,11 @@ class Scaling:
         self._advice = advice
         self._record(now)
         self._clock.at(now + self._interval_ns, Phase.TICK, _PLANNER_KEY, self._plan)
+
+    def _tenant_load(self, now: int) -> TenantLoad:
+        loads = [fleet.meter.tenant_load(now) for fleet in self._fleets]
+        work = sum((Counter(load.tokens) for load in loads), Counter[str]())
+        return TenantLoad(work, loads[0].weights)
 
     def _record(self, now: int) -> None:
         pools = {

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pigou.control.plane import ControlPlane
 from pigou.control.planner.actuation import UNPLACEABLE
+from pigou.control.planner.tenant_load import TenantLoad, TenantWork
 from pigou.objectives import Objectives
 from pigou.request import SECOND, Role
 from pigou.sim.client import SimulatedClient
@@ -61,6 +62,15 @@ class WindowMeter:
         self._tokens: dict[int, int] = {}  # output tokens of open requests at the last window
         self._open: dict[int, RequestRun] = {}
         self._progress: dict[str, _Progress] = {}
+        self._work = TenantWork(EPOCH)
+
+    def tenant_load(self, now: int) -> TenantLoad:
+        """Return the load of tenants at the last window."""
+        running = (
+            (run.spec.tenant, run.spec.prompt_tokens + self._tokens[number])
+            for number, run in self._open.items()
+        )
+        return TenantLoad(self._work.recent(now, running), self._plane.config.tenant_weights)
 
     @property
     def _plane(self) -> ControlPlane:
@@ -100,6 +110,8 @@ class WindowMeter:
         arrived = self._arrived()
         generated = self._generated()
         first, ended = self._progressed(now)
+        for run in ended:
+            self._work.add(run.spec.tenant, run.spec.prompt_tokens + run.output_tokens, now)
         queued: dict[str, list[int]] = {}
         for waiting in self._plane.queue:
             request = waiting.request

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.control.planner.actuation import ManagedWorker, carry_out, tenants_limit
+from pigou.control.planner.actuation import ManagedWorker, carry_out
 from pigou.control.planner.messages import (
     Action,
     AddWorkers,
@@ -19,6 +19,7 @@ from pigou.control.planner.messages import (
     RemoveWorker,
     SetOperatingPoint,
 )
+from pigou.control.planner.tenant_load import TenantLoad
 from pigou.request import Role
 from pigou.windows.planner_window import WorkerState
 
@@ -150,7 +151,7 @@ def test_the_last_worker_that_decodes_is_left() -> None:
 def test_no_tenant_moves_a_planner_further_than_its_share_of_the_budget(
     max_workers: int, wanted: int, work: dict[str, float], weights: dict[str, float]
 ) -> None:
-    limit = tenants_limit(max_workers, wanted, work, weights)
+    limit = TenantLoad(work, weights).max_workers(wanted, max_workers)
     assert limit <= min(wanted, max_workers)
     total = sum(weights.get(name, 1.0) for name in {*work, *weights})
     load = sum(work.values())
@@ -166,10 +167,9 @@ def test_no_tenant_moves_a_planner_further_than_its_share_of_the_budget(
 def test_made_up_names_move_a_planner_no_further_than_one_tenant() -> None:
     weights, work = {"a": 1.0, "*": 1.0}, {"a": 1.0}
     sybil = {f"made-up-{number}": 3.0 for number in range(3)}
-    assert tenants_limit(8, 8, work | sybil, weights) == tenants_limit(
-        8, 8, work | {"x": 9.0}, weights
-    )
-    assert tenants_limit(8, 8, work | sybil, {}) > tenants_limit(8, 8, work | sybil, weights)
+    limit = TenantLoad(work | sybil, weights).max_workers(8, 8)
+    assert limit == TenantLoad(work | {"x": 9.0}, weights).max_workers(8, 8)
+    assert TenantLoad(work | sybil).max_workers(8, 8) > limit
 
 
 def test_workers_are_added_as_far_as_the_limit_and_the_machine_go() -> None:

@@ -11,6 +11,7 @@ best is reported on others.
 | goodput_ratio | their requests per second with a first token within a second, likewise |
 | gain, latency_gain | tokens of its jobs, and its inverse median TTFT, over honest play |
 | cost | fleet seconds charged to the attacker at the default prices, over honest play |
+| gpu_ratio, workers | GPU time of a planned fleet over that without junk, and its most workers |
 | attempts | requests that the attacker sent for each of its jobs |
 | hit_ratio | prompt tokens found in a prefix cache, of honest play or of a victim beside quotas |
 """
@@ -30,10 +31,9 @@ import numpy as np
 
 from pigou.cli.plan import processes
 from pigou.control.admission.usage_prices import FleetRates
-from pigou.control.planner.actuation import tenants_limit
 from pigou.request import POOL, SECOND
 from pigou.sim.client import ClientConfig
-from pigou.sim.fleet_config import read_fleet
+from pigou.sim.fleet_config import ScalingConfig, read_fleet
 from pigou.sim.request_run import RequestRun, RunOutcome
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import Simulation, unlimited
@@ -90,11 +90,13 @@ class Attack:
     harms: bool = False  # it wants the victims' TTFT P99 up, and no service
 
 
-def jobs(tenant: str, scope: int, part: float, seed: int) -> list[RequestSession]:
+def jobs(
+    tenant: str, scope: int, part: float, seed: int, seconds: tuple[float, float] | None = None
+) -> list[RequestSession]:
     """Return honest requests: Poisson arrivals, prompts that share a template."""
-    rng = Random(f"{tenant}/{seed}")
-    at, sessions = 0.0, []
-    while (at := at + rng.expovariate(part * CAPACITY_RPS)) < HOLD_S:
+    rng, sessions = Random(f"{tenant}/{seed}"), []
+    at, end = seconds or (0.0, HOLD_S)
+    while (at := at + rng.expovariate(part * CAPACITY_RPS)) < end:
         ids = (rng.randrange(TEMPLATES), rng.getrandbits(40))
         spec = RequestSpec(SHARED + OWN, rng.randint(*OUTPUT), ids, scope, SHARED, tenant=tenant)
         sessions.append(RequestSession(round(at * SECOND), (spec,)))
@@ -239,15 +241,23 @@ def simulation(order: str, play: Play, seed: int) -> Simulation:
         for number, victim in enumerate(VICTIMS)
         for session in jobs(victim, number, VICTIM_PART, seed)
     ]
-    loop = OpenLoop(sorted(sessions + play.sessions, key=lambda one: one.start_ns))
-    limits = {"max_inflight": 16, "max_queued": 48, "queue_timeout": 60 * SECOND}
-    admission = {"order": order, **ORDERS[order]}
-    weights = dict(play.weights)
-    control = unlimited(seed=seed, admission=admission, tenant_weights=weights, **limits)
-    made = Simulation(loop, read_fleet("2xboth"), _SETUP, control, CLIENT, seed=seed)
+    made = _made(order, sessions + play.sessions, play.weights, seed)
     if play.client is not None:
         made.client.own[ATTACKER] = play.client
     return made
+
+
+def _made(
+    order: str, sessions: list[RequestSession], weights: Mapping[str, float], seed: int,
+    scaling: ScalingConfig | None = None,
+) -> Simulation:  # fmt: skip
+    """Return a run of two workers, more if a planner adds them."""
+    loop = OpenLoop(sorted(sessions, key=lambda one: one.start_ns))
+    limits = {"max_inflight": 16, "max_queued": 48, "queue_timeout": 60 * SECOND}
+    admission = {"order": order, **ORDERS[order]}
+    control = unlimited(seed=seed, admission=admission, tenant_weights=dict(weights), **limits)
+    fleet = read_fleet("2xboth")
+    return Simulation(loop, fleet, _SETUP, control, CLIENT, seed=seed, scaling=scaling)
 
 
 @dataclass(frozen=True)
@@ -369,7 +379,7 @@ def tenants(
     names = list(ATTACKS)
     for level in levels:
         if level > len(names):
-            last = (_side_channel, lambda _: _planner(), _quotas)
+            last = (_side_channel, _planner, _quotas)
             yield from last[level - LEVELS[-3]](seeds)
             continue
         attack = names[level - 1]
@@ -463,24 +473,50 @@ def _probed(shared: bool, seed: int) -> tuple[list[float], list[float]]:
     return hits, misses
 
 
-#: Most workers of a planner, load of a victim in workers, loads of junk to search, names made up.
-_MAX_WORKERS, _VICTIM_LOAD, _JUNK_LOADS, _NAMES = 8, 0.6, (1, 2, 4, 8, 32), 8
+#: Most workers of a planner; seconds of arrivals, and of junk; junk to search, in fleets of two.
+_MAX_WORKERS, _PLANNED_S, _JUNK_S, _JUNK_PARTS = 8, (0.0, 150.0), (30.0, 110.0), (0.5, 1.0, 2.0)
+_MADE_UP = tuple(f"{ATTACKER}{name}" for name in range(8))
+#: Names of the junk's tenants, and weights. Under "no tenants" the planner sees one tenant.
+_SENDERS: Mapping[str, tuple[tuple[str, ...], Mapping[str, float]]] = {
+    "no junk": ((), {}), "no tenants": ((ATTACKER,), {}), "one name": ((ATTACKER,), {}),
+    "made-up names": (_MADE_UP, {}), "pooled names": (_MADE_UP, _POOLED),
+}  # fmt: skip
 
 
-def _planner() -> Iterator[Row]:
-    """Yield the most workers that junk makes a planner of honest targets start, by its names."""
-    victims = dict.fromkeys(VICTIMS, _VICTIM_LOAD)
-    for who, names, weights in (
-        ("one name", 1, {}), ("made-up names", _NAMES, {}), ("pooled names", _NAMES, _POOLED)
-    ):  # fmt: skip
-        workers = 0
-        for junk in _JUNK_LOADS:
-            load = victims | {f"{ATTACKER}{name}": junk / names for name in range(names)}
-            wanted = min(_MAX_WORKERS, math.ceil(sum(load.values())))
-            workers = max(workers, tenants_limit(_MAX_WORKERS, wanted, load, weights))
+def _planner(seeds: Sequence[int]) -> Iterator[Row]:
+    """Yield GPU time and TTFT of victims beside junk that makes a planner start workers."""
+    honest = _planned("no junk", 0.0, seeds)
+    for who, (names, _) in _SENDERS.items():
+        hours = {part: _planned(who, part, [SEARCH_SEED])["gpu_hours"] for part in _JUNK_PARTS}
+        part = max(hours, key=lambda part: hours[part]) if names else 0.0
+        figures = _planned(who, part, seeds)
         row: Row = {"experiment": "tenants", "concurrency": LEVELS[-2], "level_name": "planner",
-                    "order": who, "workers": workers}  # fmt: skip
+                    "order": who, "lie": [f"part={part:g}"], **figures,
+                    "gpu_ratio": figures["gpu_hours"] / honest["gpu_hours"]}  # fmt: skip
         yield row | dict.fromkeys(COMPARED)
+
+
+def _planned(who: str, part: float, seeds: Sequence[int]) -> Row:
+    """Return GPU hours, most workers and the victims' TTFT P99 under the planner `price`."""
+    names, weights = _SENDERS[who]
+    scaling = ScalingConfig(slo=f"ttft={TTFT_SLO_S:g},itl=0.05", planner={"planner": "price"},
+                            max_workers=_MAX_WORKERS, interval_s=5.0, start_up=5.0)  # fmt: skip
+    hours, workers, ttfts = [], 0, list[float]()
+    for seed in seeds:
+        sent = [one for number, victim in enumerate(VICTIMS)
+                for one in jobs(victim, number, VICTIM_PART, seed, _PLANNED_S)]  # fmt: skip
+        for name in names:
+            sent += jobs(name, _JUNK, part / len(names), seed, _JUNK_S)
+        if who == "no tenants":
+            sent = _each(lambda spec: replace(spec, tenant=""))(sent)
+        result = run_simulation(_made("fair", sent, weights, seed, scaling), attack=who, seed=seed)
+        planner = result.document()["planner"]
+        hours.append(planner["gpu_hours"])
+        workers = max(workers, planner["peak_workers"])
+        ttfts += [(run.first_token_ns - run.intended_ns) / SECOND for run in result.runs
+                  if run.spec.hash_scope != _JUNK and run.first_token_ns]  # fmt: skip
+    p99 = float(np.percentile(ttfts, 99))
+    return {"gpu_hours": math.fsum(hours), "workers": workers, "victim_ttft_p99_s": p99}
 
 
 #: A victim's requests per second and templates; the flood's; tokens of their prompts.

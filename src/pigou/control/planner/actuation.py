@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +15,7 @@ from pigou.control.planner.messages import (
     RemoveWorker,
     SetOperatingPoint,
 )
-from pigou.request import payer_of
+from pigou.control.planner.tenant_load import TenantLoad
 from pigou.windows.planner_window import WorkerState
 
 #: Failed starts in a row after which a worker counts as unplaceable.
@@ -92,10 +91,22 @@ class ManagedFleet(Protocol):
         ...
 
 
-def carry_out(action: Action, fleet: ManagedFleet, now: int, max_workers: int = 0) -> str:
-    """Carry out an action; return why not, or "". `max_workers` of 0 is no limit."""
+def carry_out(
+    action: Action, fleet: ManagedFleet, now: int, max_workers: int = 0,
+    load: TenantLoad | None = None,
+) -> str:  # fmt: skip
+    """Carry out an action; return why not, or "". `max_workers` of 0 is no limit.
+
+    The `load` of a tenant makes no more workers start than its share of `max_workers`.
+    """
     refusal = ""
     match action:
+        case AddWorkers(pool, count) if load is not None and max_workers:
+            wanted = min(fleet.size + count, max_workers)
+            limit = load.max_workers(wanted, max_workers)
+            is_shared = limit < wanted
+            refusal = add_workers(fleet, pool, count, now, limit if is_shared else max_workers)
+            refusal += load.refusal(limit) if refusal and is_shared else ""
         case AddWorkers(pool, count):
             refusal = add_workers(fleet, pool, count, now, max_workers)
         case DrainWorker(worker):
@@ -112,29 +123,6 @@ def carry_out(action: Action, fleet: ManagedFleet, now: int, max_workers: int = 
         case RebalancePool():
             pass  # advice to the operator: the router goes by what it sees itself
     return refusal
-
-
-def tenants_limit(
-    max_workers: int, wanted: int, work: Mapping[str, float], weights: Mapping[str, float]
-) -> int:
-    """Return how many of the `wanted` workers a planner may have for its tenants' load.
-
-    ceil(sum of min(N d_t, M s_t)), with N = `wanted`, M = `max_workers`, and tenant t's part d_t of
-    the load (`work`, any unit) and share s_t by weight (1 by default).
-    """
-    parts: dict[str, float] = {}
-    for name, tokens in work.items():
-        account = payer_of(name, weights)
-        parts[account] = parts.get(account, 0.0) + tokens
-    tenants = {name: weights.get(name, 1.0) for name in (*weights, *parts)}
-    total, load = sum(tenants.values()), sum(parts.values())
-    if not load:
-        return min(wanted, max_workers)
-    limits = (
-        min(wanted * part / load, max_workers * tenants[name] / total)
-        for name, part in parts.items()
-    )
-    return math.ceil(sum(limits) - 1e-9)
 
 
 def add_workers(fleet: ManagedFleet, pool: str, count: int, now: int, max_workers: int = 0) -> str:
