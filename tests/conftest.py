@@ -24,7 +24,7 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 # What compiles at its first call, or runs beside others, takes what it takes.
 # `make test` tries few examples, the same each time, so that a failure is the change's own;
 # `make explore` tries all, and new ones. Counts of a test are scaled by `examples`.
-settings.register_profile("fast", deadline=None, derandomize=True, max_examples=ALL // 5)
+settings.register_profile("fast", deadline=None, derandomize=True, max_examples=ALL // 10)
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=ALL)
 settings.load_profile("fast")
 

@@ -6,7 +6,7 @@ from hypothesis import settings
 
 #: Examples of the profile `explore`, which those of other profiles are a share of.
 ALL = 100
-_FEWEST = 10
+_FEWEST = 5
 
 
 def examples(count: int) -> int:

@@ -120,9 +120,9 @@ def test_at_constant_load_moves_are_finite_and_the_objective_is_kept(
 
 
 @given(seed=st.integers(0, 10**6), rps=st.floats(2, 20))
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 def test_noise_of_a_constant_load_makes_few_moves(seed: int, rps: float) -> None:
-    own = fleet(lambda t: rps, {"p": 2, "d": 2}, seed=seed).run(planner(), 2400)
+    own = fleet(lambda t: rps, {"p": 2, "d": 2}, seed=seed).run(planner(), 1800)
     assert len([at for at, _ in own.moves if at > 900]) <= 2
 
 
@@ -157,7 +157,7 @@ def test_no_move_is_undone_within_a_start_up_unless_arrivals_moved(
 
 
 @given(levels=LEVELS, gpus=st.integers(4, 12))
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 def test_the_budget_holds_also_while_two_models_are_rebalanced(
     levels: list[tuple[float, float]], gpus: int
 ) -> None:
