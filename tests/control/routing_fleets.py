@@ -23,7 +23,7 @@ def alone(workers: int) -> Candidates:
 def pairs(*found: tuple[int, int]) -> Candidates:
     """Pairs (prefill or -1, decode)."""
     array = np.array(found, dtype=np.int32)
-    return Candidates(array[:, 0], array[:, 1])
+    return Candidates(*np.ascontiguousarray(array.T))
 
 
 def product(prefill: int, workers: int) -> Candidates:

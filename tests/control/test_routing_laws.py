@@ -94,7 +94,7 @@ def shuffled(fleet: FleetView, order: np.ndarray) -> FleetView:
     def taken(kind: Any, one: Any, skip: set[str]) -> dict[str, Any]:
         return {name: getattr(one, name)[order] for name in names(kind) if name not in skip}
 
-    known = Estimates(fleet.estimates.table[:, order])
+    known = Estimates(np.ascontiguousarray(fleet.estimates.table[:, order]))
     plain = {"ids", "estimates", "output", "fetches", "adapters", "backlog", "lengths", "now"}
     columns = taken(FleetView, fleet, plain)
     ids = tuple(fleet.ids[row] for row in order)
@@ -158,12 +158,15 @@ def test_parts_add_up_to_the_cost(
 @pytest.mark.parametrize("name", NAMES)
 def test_the_view_is_not_written_to(name: str) -> None:
     fleet, offered = split(2, 5, overlap=[3, 0, 9, 9, 0]), product(2, 5)
-    for part in (fleet, fleet.estimates, offered):
-        for name_ in names(type(part)):
-            value = getattr(part, name_)
-            if isinstance(value, np.ndarray):
-                value.flags.writeable = False
+    arrays = [
+        value
+        for part in (fleet, fleet.estimates, offered)
+        for field in names(type(part))
+        if isinstance(value := getattr(part, field), np.ndarray)
+    ]
+    before = [value.tobytes() for value in arrays]
     load(name).costs(Request("r", 800, 10), fleet, offered)
+    assert [value.tobytes() for value in arrays] == before
 
 
 @pytest.mark.parametrize("name", [each for each in NAMES if each not in STATEFUL])

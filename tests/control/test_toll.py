@@ -26,11 +26,13 @@ LAW = LatencyLaw(0.0008, 0.02)
 LEAST = Toll(TollParams(urgency=0.0))
 #: Parameters of the documentation's example.
 URGENCY_1 = TollParams(urgency=1.0)
+#: Of two workers, the first one computes prompts alone, and the other streams.
+PREFILLS = np.array([True, False])
 
 
 def pairs(*found: tuple[int, int]) -> Candidates:
     array = np.array(found, dtype=np.int32)
-    return Candidates(array[:, 0], array[:, 1])
+    return Candidates(*np.ascontiguousarray(array.T))
 
 
 def known(workers: int, law: LatencyLaw = LAW) -> Estimates:
@@ -161,7 +163,7 @@ def test_a_prompt_among_streams_takes_a_step_and_half_of_one_at_least() -> None:
 def test_memory_costs_what_has_to_be_computed_again_for_the_blocks_that_are_stored() -> None:
     columns = {
         "estimates": known(2), "output": 100.0, "overlap": [10, 20], "decode_requests": [0, 8],
-        "prefills": [True, False], "decodes": [False, True],
+        "prefills": PREFILLS, "decodes": ~PREFILLS,
     }  # fmt: skip
     request, offered = Request("r", 1000, 100), pairs((0, 1), (-1, 1))
     free = Toll().parts(request, FleetView.of(2, **columns), offered)
@@ -183,8 +185,8 @@ def test_prices_are_means_over_the_lengths_that_an_output_may_have() -> None:
 
     def parts(mean: float, deviation: float) -> np.ndarray:
         fleet = FleetView.of(
-            2, estimates=estimates, output=mean, decode_requests=[0, 8], prefills=[True, False],
-            decodes=[False, True], recomputed_share=[0.5, 0.25],
+            2, estimates=estimates, output=mean, decode_requests=[0, 8], prefills=PREFILLS,
+            decodes=~PREFILLS, recomputed_share=[0.5, 0.25],
             lengths=Prediction(mean, mean, deviation**2),
         )  # fmt: skip
         return toll.parts(Request("r", 1000, 2000), fleet, offered).rows
@@ -201,7 +203,7 @@ def test_the_example_of_the_documentation_is_right() -> None:
     toll.recent_ttft.add(0.5)
     fleet = FleetView.of(
         2, estimates=known_, output=100.0, overlap=[10, 20], decode_requests=[0, 8],
-        prefills=[True, False], decodes=[False, True], prefill_requests=[2, 0],
+        prefills=PREFILLS, decodes=~PREFILLS, prefill_requests=[2, 0],
         prefill_tokens=[3000, 0], recomputed_share=[0.5, 0.25],
     )  # fmt: skip
     parts = toll.parts(Request("r", 1000, 100), fleet, offered)
@@ -232,7 +234,7 @@ def test_later_prompts_lose_no_more_than_the_next_does_by_going_elsewhere() -> N
     known_ = known(2)
     known_.fleet_arrivals[:] = 100.0
     known_.prefill_per_token[:] = 1e-4
-    columns = {"prefills": [True, False], "decodes": [False, True], "estimates": known_}
+    columns = {"prefills": PREFILLS, "decodes": ~PREFILLS, "estimates": known_}
     request, offered = Request("r", 4000, 9), pairs((0, 1))
 
     def toll(streams: int, waiting: int) -> float:
