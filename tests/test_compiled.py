@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 
@@ -65,75 +70,94 @@ with on_compiling(begun.append):
     assert outer(20) == 42
 print(len(compiled), len(begun))
 """
+THREADS = (
+    KERNELS.split("begun = []", maxsplit=1)[0]
+    + """
+import threading
+threads = [threading.Thread(target=f, args=(1,)) for f in (inner, outer) * 4]
+[t.start() for t in threads]; [t.join(100) for t in threads]
+print(len(compiled), any(t.is_alive() for t in threads))
+"""
+)
 
 
-def _program(folder: Path) -> tuple[list[str], dict[str, str]]:
+def _run(path: Path, cache: Path, output: Path) -> None:
+    """Run a program over a cache of kernels, as a process that has imported numba."""
+    numba.config.CACHE_DIR = str(cache)
+    with output.open("w") as file, contextlib.redirect_stdout(file):
+        runpy.run_path(str(path), run_name="kernels")
+
+
+def _forked(path: Path, cache: Path, count: int = 1) -> list[str]:
+    """Return what so many forks of this process print that run a program at once."""
+    context = multiprocessing.get_context("fork")
+    outputs = [cache.parent / f"output-{number}" for number in range(count)]
+    processes = [context.Process(target=_run, args=(path, cache, output)) for output in outputs]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(200)
+    assert [process.exitcode for process in processes] == [0] * count
+    return [output.read_text().strip() for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A program of two kernels, and the cache of the one of three processes that compiled them."""
+    folder = tmp_path_factory.mktemp("kernels")
     path = folder / "kernels.py"
-    if not path.exists():
-        path.write_text(KERNELS)
-    return [sys.executable, str(path)], {**os.environ, "NUMBA_CACHE_DIR": str(folder / "cache")}
+    path.write_text(KERNELS)
+    assert sorted(_forked(path, folder / "cache", 3)) == ["0 0", "0 0", "2 2"]
+    return path, folder / "cache"
 
 
-def _compiled(folder: Path) -> str:
-    command, env = _program(folder)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+@pytest.fixture
+def program(compiled_once: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
+    """The program, and a copy of its cache."""
+    path, cache = compiled_once
+    return path, Path(shutil.copytree(cache, tmp_path / "cache"))
 
 
-def test_of_processes_that_start_together_one_compiles_a_kernel(tmp_path: Path) -> None:
-    command, env = _program(tmp_path)
-    processes = [
-        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)
-    ]
-    told = [process.communicate(timeout=200)[0].strip() for process in processes]
-    assert sorted(told) == ["0 0", "0 0", "2 2"]
+def test_of_processes_that_start_together_one_compiles_a_kernel(
+    program: tuple[Path, Path],
+) -> None:
+    """The fixture starts them."""
+    assert _forked(*program) == ["0 0"]
 
 
-def test_a_damaged_cache_is_compiled_anew(tmp_path: Path) -> None:
-    assert _compiled(tmp_path) == "2 2"
-    assert _compiled(tmp_path) == "0 0"
-    for ending in ("nbi", "nbc"):
-        for path in (tmp_path / "cache").rglob(f"*.{ending}"):
-            path.write_bytes(path.read_bytes()[:20] if ending == "nbc" else b"\x00damaged")
-        assert _compiled(tmp_path) == "2 2"
-        assert _compiled(tmp_path) == "0 0"
+@pytest.mark.parametrize("ending", ["nbi", "nbc"])
+def test_a_damaged_cache_is_compiled_anew(ending: str, program: tuple[Path, Path]) -> None:
+    for path in program[1].rglob(f"*.{ending}"):
+        path.write_bytes(path.read_bytes()[:20] if ending == "nbc" else b"\x00damaged")
+    assert _forked(*program) == ["2 2"]
+    assert _forked(*program) == ["0 0"]
 
 
-def test_what_blocks_or_has_no_end_is_no_cache(tmp_path: Path) -> None:
-    assert _compiled(tmp_path) == "2 2"
-    for path in list((tmp_path / "cache").rglob("*.nb*")):
+def test_what_blocks_or_has_no_end_is_no_cache(program: tuple[Path, Path]) -> None:
+    for path in list(program[1].rglob("*.nb*")):
         path.unlink()
         if path.suffix == ".nbi":
             os.mkfifo(path)
         else:
             with path.open("wb") as file:
                 file.truncate(2 << 30)
-    assert _compiled(tmp_path) == "2 2"
-    assert _compiled(tmp_path) == "0 0"
+    assert _forked(*program) == ["2 2"]
+    assert _forked(*program) == ["0 0"]
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_done_without(program: tuple[Path, Path]) -> None:
     """The index is a folder here: it can be neither read nor replaced, whoever runs this."""
-    assert _compiled(tmp_path) == "2 2"
-    for path in list((tmp_path / "cache").rglob("*.nbi")):
+    for path in list(program[1].rglob("*.nbi")):
         path.unlink()
         path.mkdir()
         (path / "file").touch()
-    assert _compiled(tmp_path) == "2 2"
+    assert _forked(*program) == ["2 2"]
 
 
 def test_threads_of_one_process_wait_for_each_other_without_a_deadlock(tmp_path: Path) -> None:
-    command, env = _program(tmp_path)
-    path = Path(command[1])
-    path.write_text(
-        KERNELS.split("begun = []", maxsplit=1)[0]
-        + "import threading\n"
-        + "threads = [threading.Thread(target=f, args=(1,)) for f in (inner, outer) * 4]\n"
-        + "[t.start() for t in threads]; [t.join(100) for t in threads]\n"
-        + "print(len(compiled), any(t.is_alive() for t in threads))\n"
-    )
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "2 False"
+    path = tmp_path / "kernels.py"
+    path.write_text(THREADS)
+    assert _forked(path, tmp_path / "cache") == ["2 False"]
 
 
 def test_a_direct_call_converts_numbers_and_refuses_items_of_another_size() -> None:
