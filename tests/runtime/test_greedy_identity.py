@@ -43,11 +43,12 @@ def run(engine: LocalEngine, prompts: list[Prompt], tokens: int = 16) -> list[Ou
     return outputs
 
 
+@pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", MODELS)
-def test_two_hundred_prompts_of_each_model_agree_with_transformers(
-    model: str, loaded: Find, reference: FindReference
+def test_prompts_of_each_model_agree_with_transformers(
+    model: str, count: int, loaded: Find, reference: FindReference
 ) -> None:
-    prompts, engine, tokens = two_hundred(loaded(model), model == BUNDLED)
+    prompts, engine, tokens = prepare(loaded(model), model == BUNDLED, count)
     outputs = [output.tokens for output in run(engine, prompts, tokens)]
     excused = reference(model).check(prompts, outputs)
     report(
@@ -56,12 +57,12 @@ def test_two_hundred_prompts_of_each_model_agree_with_transformers(
     )
 
 
-def two_hundred(model: LoadedModel, bundled: bool) -> tuple[list[Prompt], LocalEngine, int]:
+def prepare(model: LoadedModel, bundled: bool, count: int) -> tuple[list[Prompt], LocalEngine, int]:
     """Return prompts, an engine that cuts them into chunks, and how many tokens to ask for."""
     if bundled:
         limits = {"blocks": 2400, "max_model_len": 512, "max_batched_tokens": 256}
-        return bundled_prompts(200, 440), make_engine(model, **limits), 32
-    prompts = make_prompts(200, VOCAB, 110, seed=5)
+        return bundled_prompts(count, 440), make_engine(model, **limits), 32
+    prompts = make_prompts(count, VOCAB, 110, seed=5)
     return prompts, make_engine(model, max_batched_tokens=100), 16
 
 

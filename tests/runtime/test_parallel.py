@@ -98,7 +98,10 @@ def test_a_rank_that_is_gone_ends_its_worker_by_name(tmp_path: Path) -> None:
         ranks.close()
 
 
-@pytest.fixture(scope="module", params=[("llama", 2), ("qwen2", 4), ("qwen3", 2)])
+@pytest.fixture(
+    scope="module",
+    params=[("llama", 2), ("qwen2", 4), pytest.param(("qwen3", 2), marks=pytest.mark.slow)],
+)
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[LoadedModel, LoadedModel]]:

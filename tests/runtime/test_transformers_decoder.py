@@ -71,7 +71,11 @@ def plan_of(*spans: tuple[int, int, int]) -> Plan:
                 samples=np.ones(len(rows), dtype=np.bool_))  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(
+    "kind",
+    [*SAMPLE, *(pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES
+                if each not in SAMPLE)],
+)  # fmt: skip
 def test_logits_of_chunks_and_of_moved_blocks_are_those_of_transformers(
     kind: str, family: Find
 ) -> None:
