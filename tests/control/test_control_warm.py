@@ -31,7 +31,11 @@ print([(each.__name__, sig) for each in kernels for sig in set(each.overloads) -
 """
 
 
-@pytest.mark.parametrize("policy", ["least-loaded", "toll", "dynamo", "llm-d"])
+@pytest.mark.parametrize(
+    "policy",
+    ["toll", *(pytest.param(each, marks=pytest.mark.slow) for each in
+               ("least-loaded", "dynamo", "llm-d"))],
+)  # fmt: skip
 def test_after_warming_up_nothing_is_compiled(policy: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, policy], capture_output=True, text=True, check=True

@@ -26,7 +26,7 @@ def served(name: str, temperature: float, *roles: Role) -> tuple[ModelFleet, Cou
     for role in roles:
         workers.setdefault(role, []).append(Ideal(LAW))
     model = ModelFleet(ControlPlane(config), workers)
-    model.run(poisson(6, 25, 4, (100, 1200), (10, 40)))
+    model.run(poisson(6, 14, 4, (100, 1200), (10, 40)))
     used: Counter[str] = Counter()
     for route in model.routes.values():
         used[route.choice.decode] += 1

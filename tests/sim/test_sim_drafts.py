@@ -17,10 +17,12 @@ from pigou.sim.result import SimulationResult
 LAW = "law:itl_a=0.010,itl_b=0.0005,prefill=0.004"
 
 
-def run(users: int, speculation: str, law: str = LAW, **setup: Any) -> SimulationResult:
+def run(
+    users: int, speculation: str, law: str = LAW, seconds: float = 10.0, **setup: Any
+) -> SimulationResult:
     limits = {"blocks": 4000, "max_seqs": 256, "max_batched_tokens": 2048, "timing": law}
     setup |= limits | {"speculation": speculation}
-    return simulation(closed_loop(users, 20.0), "1xboth", setup=setup).run()
+    return simulation(closed_loop(users, seconds), "1xboth", setup=setup).run()
 
 
 def tokens_per_second(result: SimulationResult) -> float:
@@ -41,14 +43,14 @@ def test_a_lone_stream_is_as_much_faster_as_the_formula_says(cost: float) -> Non
 
 def test_drafts_pay_at_low_load_and_go_at_high_load(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "acceptance=0.7,num_speculative_tokens=4"
-    plain = {users: run(users, "") for users in (1, 16, 120)}
-    priced = {users: run(users, text) for users in plain}
+    plain = {users: run(users, "", seconds=20.0) for users in (1, 16, 120)}
+    priced = {users: run(users, text, seconds=20.0) for users in plain}
 
     def always(_: DraftPricer, rows: Ints, offers: Ints) -> Ints:
         return np.minimum(offers, 4)[: len(rows)]
 
     monkeypatch.setattr(DraftPricer, "choose", always)
-    fixed = {users: run(users, text) for users in plain}
+    fixed = {users: run(users, text, seconds=20.0) for users in plain}
     speed_up = {u: tokens_per_second(priced[u]) / tokens_per_second(plain[u]) for u in plain}
     assert speed_up[1] > 1.8 > speed_up[16] > 1.0
     assert speed_up[120] > 0.98

@@ -57,8 +57,8 @@ def test_a_step_is_served_and_given_back(fleet: str) -> None:
 
 
 def test_it_attains_more_than_thresholds_do() -> None:
-    price = run("price", "1p+1d", (3.0, 10.0), 90.0)
-    rival = run("dynamo-load", "1p+1d", (3.0, 10.0), 90.0)
+    price = run("price", "1p+1d", (3.0, 10.0), 60.0)
+    rival = run("dynamo-load", "1p+1d", (3.0, 10.0), 60.0)
     assert price["slo"]["attained"] > rival["slo"]["attained"]
 
 
