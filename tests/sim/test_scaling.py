@@ -201,7 +201,7 @@ def test_draining_workers_count_until_they_are_gone() -> None:
         assert len(window.pools[0].workers) <= 3
         return (DrainWorker(ready[0].id), AddWorkers("both", 1))
 
-    figures_ = run(planned(swap, fleet="2xboth", max_workers=3, workload=load(40.0)))
+    figures_ = run(planned(swap, fleet="2xboth", max_workers=3, workload=load(40.0, 12.0)))
     assert figures_["peak_workers"] == 3
     assert figures_["moves"] > 5
 
@@ -321,8 +321,8 @@ def test_the_same_seed_gives_the_same_run() -> None:
             workers=(WorkerGroup(),), start_up=StartUpConfig(cv=0.5, failures=0.2, seconds=1.0)
         )
         return figures(
-            planned(rule, workload=load("10@0/60@5/5@15"), fleet=fleet, seed=seed, max_workers=5,
-                    stepwise=stepwise, start_up=None).run()
+            planned(rule, workload=load("10@0/60@3/5@6", 10.0), fleet=fleet, seed=seed,
+                    max_workers=5, stepwise=stepwise, start_up=None).run()
         )  # fmt: skip
 
     assert text(3) == text(3) == text(3, stepwise=True)
