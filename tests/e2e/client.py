@@ -99,6 +99,26 @@ class Near(float):
         return isinstance(other, float) and abs(float(self) - float(other)) < 1e-3
 
 
+@dataclass
+class Metrics:
+    """A page of metrics, all of one moment."""
+
+    lines: list[str]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric's samples with these labels."""
+        total = 0.0
+        for line in self.lines:
+            if not line.startswith(name):
+                continue
+            head, _, value = line.rpartition(" ")
+            if head.partition("{")[0] == name and all(
+                f'{k}="{v}"' in head for k, v in labels.items()
+            ):
+                total += float(value)
+        return total
+
+
 #: What the fleets of these tests prove to each other to know; workers are asked with it.
 SECRET = "the secret of the fleets of these tests"
 
@@ -164,16 +184,13 @@ class Endpoint:
         finally:
             connection.close()
 
+    def metrics(self) -> Metrics:
+        """Return the page of metrics."""
+        return Metrics(self.get("/metrics").body.decode().splitlines())
+
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples with these labels."""
-        total = 0.0
-        for line in self.get("/metrics").body.decode().splitlines():
-            head, _, value = line.rpartition(" ")
-            if head.partition("{")[0] == name and all(
-                f'{k}="{v}"' in head for k, v in labels.items()
-            ):
-                total += float(value)
-        return total
+        return self.metrics().metric(name, **labels)
 
     def settle(self, name: str = "worker", seconds: float = 30.0) -> None:
         """Wait until a Pigou worker has nothing to do and all its blocks are free."""
@@ -181,8 +198,9 @@ class Endpoint:
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting",
                  "pigou_kv_requests_held", "pigou_kv_requests_loading")  # fmt: skip
         while True:
-            busy = {each: value for each in names if (value := self.metric(each))}
-            free, all_ = self.metric("pigou_kv_blocks_free"), self.metric("pigou_kv_blocks")
+            page = self.metrics()
+            busy = {each: value for each in names if (value := page.metric(each))}
+            free, all_ = page.metric("pigou_kv_blocks_free"), page.metric("pigou_kv_blocks")
             if not busy and free == all_ and self.get("/load").json["server_load"] == 0:
                 return
             assert time.monotonic() < end, f"{name}: {busy}, {free} of {all_} blocks are free"

@@ -149,10 +149,10 @@ def assert_none_crosses(
         assert hits(workers, tiers) == before, f"{ask} hit another tenure's blocks"
     own = 0
     for ask in (*APART, *AGAIN):
-        before = hits(workers, tiers)
         for _ in workers:  # each worker may have to see it once
             texts.add(ask.send(url, tenants, prompt))
-        own += hits(workers, tiers) > before
+        own += (now := hits(workers, tiers)) > before
+        before = now
     assert len(texts) == 1
     return own
 
@@ -162,6 +162,7 @@ def assert_random_apart(url: str, workers: Sequence[str], block: int, count: int
     prompt = [390 + i % 521 for i in range(block + 5)]
     seen: list[tuple[Any, ...]] = []
     refused = hit = 0
+    before = hits(workers)
     for pair in pairs(count, count, time.time_ns()):
         for asked in pair:
             body = {**json.loads(asked.body), "prompt": prompt, "max_tokens": 1, "model": None}
@@ -170,11 +171,12 @@ def assert_random_apart(url: str, workers: Sequence[str], block: int, count: int
             named = {f"{name.capitalize()}": value for name, value in told.headers.items()}
             del body["model"]
             body.pop("tools", None)
-            before, known = hits(workers), told.said() in seen
+            known = told.said() in seen
             if Ask("", named, body).status(url, None, prompt) != 200:
                 refused += 1
                 continue
-            assert (hits(workers) > before) == known, told
+            assert ((now := hits(workers)) > before) == known, told
+            before = now
             hit += known
             seen.append(told.said())
     assert hit > count / 5

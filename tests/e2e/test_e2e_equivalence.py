@@ -86,13 +86,14 @@ def test_a_pulled_prompt_gives_the_same_tokens_and_at_most_a_block_is_computed_a
     real: Fleet, reference: Reference, decode: str
 ) -> None:
     first, second = real.worker("prefill-0"), real.worker(decode)
+    before = Counts(second)
     for number, prompt in enumerate(reference.prompts):
         body = greedy(prompt) | {"cache_salt": f"{decode}{number}"}
-        before = Counts(second)
         reply = first.complete(**leg_one(body, chat=False))
         reply = second.complete(**leg_two(body, reply["kv_transfer_params"]))
         reference.check(number, reply["choices"][0]["token_ids"])
-        made = Counts(second).since(before)
+        made = (now := Counts(second)).since(before)
+        before = now
         assert 0 < made["prompt"] <= BLOCK
         assert made["blocks"] in {len(prompt) // BLOCK, (len(prompt) - 1) // BLOCK}
         assert made["bytes"] == made["blocks"] * BLOCK_BYTES
@@ -104,11 +105,12 @@ class Counts:
     """What a worker has computed and received."""
 
     def __init__(self, worker: Endpoint) -> None:
+        page = worker.metrics()
         self.values = {
-            "prompt": worker.metric("vllm:prompt_tokens_by_source_total", source="local_compute"),
-            "computed": worker.metric("pigou_computed_tokens_total"),
-            "blocks": worker.metric("pigou_kv_blocks_received_total"),
-            "bytes": worker.metric("pigou_kv_bytes_received_total"),
+            "prompt": page.metric("vllm:prompt_tokens_by_source_total", source="local_compute"),
+            "computed": page.metric("pigou_computed_tokens_total"),
+            "blocks": page.metric("pigou_kv_blocks_received_total"),
+            "bytes": page.metric("pigou_kv_bytes_received_total"),
         }
 
     def since(self, before: Counts) -> dict[str, float]:
