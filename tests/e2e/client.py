@@ -192,7 +192,7 @@ class Endpoint:
         """Return the sum of a metric's samples with these labels."""
         return self.metrics().metric(name, **labels)
 
-    def settle(self, name: str = "worker", seconds: float = 30.0) -> None:
+    def settle(self, name: str = "worker", seconds: float = 60.0) -> None:
         """Wait until a Pigou worker has nothing to do and all its blocks are free."""
         end = time.monotonic() + seconds
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting",

@@ -145,13 +145,13 @@ class Fleet(Endpoint):
         self.note()
         self.process.send_signal(signal.SIGTERM)
         try:
-            code = self.process.wait(30)
+            code = self.process.wait(60)
         finally:
             self.abandon()
         assert code == 0, f"the gateway ended with {code}\n{self.tail()}"
         self.gone(files=files)
 
-    def gone(self, seconds: float = 10.0, *, files: bool = True) -> None:
+    def gone(self, seconds: float = 60.0, *, files: bool = True) -> None:
         """Check that no process of the fleet is left, nor any of its shared memory.
 
         Without `files` the latter is not looked for: the memory of a worker that was killed goes

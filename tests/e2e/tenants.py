@@ -175,7 +175,8 @@ def assert_random_apart(url: str, workers: Sequence[str], block: int, count: int
             if Ask("", named, body).status(url, None, prompt) != 200:
                 refused += 1
                 continue
-            assert ((now := hits(workers)) > before) == known, told
+            now = hits(workers)
+            assert (now > before) == known, told
             before = now
             hit += known
             seen.append(told.said())

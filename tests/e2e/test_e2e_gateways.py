@@ -21,7 +21,7 @@ _WORKER = ("--executor", "sleep", "--sleep-base", "20000000", "--repeat", "1", "
 _ASKED = {"model": "tiny", "prompt": "a prompt " * 40, "ignore_eos": True}
 
 
-def _until(law: Callable[[], bool], seconds: float = 20.0) -> None:
+def _until(law: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not law():
         assert time.monotonic() < end, "it never held"
@@ -83,13 +83,14 @@ def test_streams_outlive_the_bus_and_the_other_gateway(
     _until(lambda: _row(second)["cached_blocks"] == _row(first)["cached_blocks"] > 0)
     with ThreadPoolExecutor() as pool:
         streams = [pool.submit(first.stream, **_ASKED, max_tokens=200) for _ in range(3)]
-        lost = pool.submit(second.stream, **_ASKED, max_tokens=200)
+        lost = pool.submit(second.stream, **_ASKED, max_tokens=1000)
         _until(lambda: [_row(one)["decode_requests"] for one in gateways] == [4, 4])
         nats.kill()
         _until(lambda: not _hear(gateways))
+        assert not any(stream.done() for stream in streams)
         nats.start()
         _until(lambda: _hear(gateways))
-        assert not any(stream.done() for stream in (*streams, lost)), "the bus was away for long"
+        assert not lost.done()
         second.process.kill()
         assert _hear([first]), "who is killed is not known to be gone before its lease ends"
         whole = [stream.result().told for stream in streams]
@@ -97,7 +98,7 @@ def test_streams_outlive_the_bus_and_the_other_gateway(
         assert whole[0][0].startswith(begins)
         assert whole[0][2] == "length"
         assert not lost.result().done
-    _until(lambda: not _hear([first]), 8.0)
+    _until(lambda: not _hear([first]))
     assert _row(first)["decode_requests"] == 0
     (budget,) = first.get("/usage").json["budgets"]
     assert budget["used"] == 5, "the killed gateway's request counts"

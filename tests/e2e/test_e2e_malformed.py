@@ -93,7 +93,7 @@ class Footprint:
         self.rss = [process.memory_info().rss for process in self.processes]
         self.fds = [process.num_fds() for process in self.processes]
 
-    def has_not_grown(self, seconds: float = 15) -> None:
+    def has_not_grown(self, seconds: float = 60) -> None:
         """Hold it against now; idle connections are closed after some seconds."""
         end = time.monotonic() + seconds
         while told := self.growth():

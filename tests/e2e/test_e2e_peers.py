@@ -137,7 +137,7 @@ def test_nothing_is_lost_when_the_source_is_killed_amid_the_reading(pair: Fleet)
         while pair.metric("pigou_peer_reads_total") == reads and time.monotonic() < end:
             time.sleep(0.005)
         pid = pair.signal("both-0")
-        told = [reply.result(60) for reply in replies]
+        told = [reply.result(200) for reply in replies]
     assert pair.metric("pigou_peer_reads_total") > reads
     for reply, tokens_ in zip(told, expected, strict=True):
         assert reply.done

@@ -74,7 +74,7 @@ def test_a_killed_worker_and_a_restarted_server_cost_time_alone(
         nats.start()
         assert {len(reply.result(60)[1]) for reply in replies} == {TOKENS}
     pulling.recovered([pid])
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while queued(pulling) and time.monotonic() < end:
         time.sleep(0.1)
     assert queued(pulling) == 0
