@@ -25,7 +25,7 @@ def test_no_foreign_file_blocks_or_fills_the_memory(tmp_path: Path) -> None:
             read.append(path.name)
     assert sorted(read) == ["my notes.json", "number.json"]  # JSON of somebody else's
     assert count > 12
-    assert time.monotonic() - began < 20.0
+    assert time.monotonic() - began < 60.0
     assert _peak() - memory < 64 << 20
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,13 +68,26 @@ def begin_stuck(fifo: Path, how: str, limit_s: float) -> subprocess.Popen[str]:
     return process
 
 
+def wait(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _pending(pid: int) -> bool:
+    """Return whether a signal to a process is still to be taken: it might pass for the next."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("ShdPnd:")[1].split()[0], 16) != 0
+
+
 def end(
     process: subprocess.Popen[str], limit_s: float, *signals: signal.Signals
 ) -> tuple[int, str]:
     """Send signals; return exit status and stderr, once it has ended within a limit."""
     for number in signals or (signal.SIGTERM,):
         process.send_signal(number)
-        time.sleep(0.1)
+        wait(lambda: process.poll() is not None or not _pending(process.pid))
     try:
         _, error = process.communicate(timeout=limit_s)
     finally:
@@ -117,10 +131,11 @@ def test_servers_end_though_a_thread_is_stuck(tmp_path: Path, command: str) -> N
     }[command]
     process = begin("-c", STUCK_COMMAND, str(fifo), command, *arguments)
     assert process.stdout is not None
-    for line in process.stdout:
-        if "shows the fleet" in line or '"ready"' in line:
-            break
-    time.sleep(0.7)
+    awaited = {"stuck", "shows the fleet" if command == "serve" else '"ready"'}
+    while awaited:
+        line = process.stdout.readline()
+        assert line, "it has ended"
+        awaited -= {each for each in awaited if each in line}
     code, error = end(process, 60.0)
     assert (code, "threads did not end" in error) == (0, True), error
 
@@ -144,8 +159,5 @@ def test_processes_of_a_plan_end_with_it() -> None:
     assert pids
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 60.0
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     process.communicate()

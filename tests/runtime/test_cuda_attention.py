@@ -233,7 +233,7 @@ def rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 #: The interpreter takes a millisecond for a head of a token.
 SMALL = TINY | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-PROMPTS = [[3 + i, 7, 11 * i + 5] * length for i, length in enumerate((6, 1, 3))]
+PROMPTS = [[3 + i, 7, 11 * i + 5] * length for i, length in enumerate((4, 1, 2))]
 CONFIG = EngineConfig(blocks=16, max_model_len=64, max_seqs=4, max_batched_tokens=16)
 
 
