@@ -142,7 +142,7 @@ def kill_at(fleet: Fleet, cases: list[Case], each: int, most: int, law: Any) -> 
         assert rounds < most, f"never killed at {left}"
         hit |= Round(fleet, cases, random.choice(left), each).run()
         rounds += 1
-    print(f"{rounds} rounds, killed at {len(hit)} of {len(places)} places")
+    print(f"{rounds} rounds, killed at {len(hit & set(places))} of {len(places)} places")
     fleet.settle()
 
 
