@@ -136,7 +136,7 @@ def test_a_press_keeps_what_the_evictor_keeps_by_the_generic_predictor(
 def test_a_press_keeps_what_the_evictor_keeps_by_a_trained_predictor(
     press_type: Any, tmp_path: Path
 ) -> None:
-    model, tokens, keep = bundled_path(), prompts(2, 256) % 400 + 5, 128
+    model, tokens, keep = bundled_path(), prompts(2, 128) % 400 + 5, 64
     expected = own_kept(model, tokens, keep, tmp_path / "cut")
     press = press_type(0.4999, predictor=str(model), sinks=SINKS, recent=RECENT)
     found = press_kept(model, tokens, press)
