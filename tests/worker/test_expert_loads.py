@@ -50,11 +50,12 @@ def loads_of(worker: Worker) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--enable-expert-parallel",),
-        ("--enable-expert-parallel", "--enable-eplb", "--eplb-config",
-         '{"window_size": 8, "step_interval": 10, "num_redundant_experts": 2}'),
+        pytest.param(("--enable-expert-parallel",), marks=pytest.mark.slow, id="fixed"),
+        pytest.param(
+            ("--enable-expert-parallel", "--enable-eplb", "--eplb-config",
+             '{"window_size": 8, "step_interval": 10, "num_redundant_experts": 2}'), id="balanced",
+        ),
     ],
-    ids=["fixed", "balanced"],
 )  # fmt: skip
 def test_processes_that_share_experts_answer_as_one(
     options: tuple[str, ...], begin: Callable[..., Worker]

@@ -194,7 +194,9 @@ def test_a_killed_source_costs_recomputing_alone(
     assert reply["choices"][0]["token_ids"] == alone
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "streaming"])
+@pytest.mark.parametrize("busy", [
+    pytest.param(False, marks=pytest.mark.slow, id="idle"), pytest.param(True, id="streaming")
+])  # fmt: skip
 def test_a_worker_ends_with_its_rank_and_says_why(busy: bool, folder: Path, tmp_path: Path) -> None:
     worker = start(folder, *OPTIONS, "--tensor-parallel-size", "2", log=tmp_path / "log")
     connection = worker.connect()
