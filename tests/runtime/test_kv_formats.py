@@ -113,7 +113,7 @@ def tokens_of(model: LoadedModel, **limits: int) -> list[list[int]]:
     return [output.tokens for output in outputs]
 
 
-@pytest.mark.parametrize("kv_dtype", [*FORMATS, "bf16"])
+@pytest.mark.parametrize("kv_dtype", [*FORMATS, pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_tokens_depend_on_no_path_of_the_engine(
     family: str, kv_dtype: str, loaded: Callable[[str], LoadedModel],

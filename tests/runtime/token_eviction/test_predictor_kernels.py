@@ -40,7 +40,10 @@ def predicted(b: Bench, drops: list[int]) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8_per_token_head", "fp8_e4m3"])
+@pytest.mark.parametrize(
+    "kv_dtype",
+    ["auto", "int8_per_token_head", pytest.param("fp8_e4m3", marks=pytest.mark.slow)],
+)
 def test_kernels_and_networks_lose_the_same_and_keep_the_same(kv_dtype: str, loaded: Find) -> None:
     model = replace(loaded(BUNDLED), kv_dtype=kv_dtype)
     both = [bench(model, "pigou", plain=plain) for plain in (False, True)]
