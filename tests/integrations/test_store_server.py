@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lib.forked_python import Popen
+from tests.lib.server_process import free_ports
 
 from pigou.integrations.store_server import tenure_of
 from pigou.runtime.stores.page_store import PageStore, ValueStore
@@ -29,7 +31,7 @@ class Redis:
     """A client that sends commands as Redis' own do."""
 
     def __init__(self, port: int) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=20)
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=60)
         self.file = self.socket.makefile("rb")
 
     def send(self, *words: bytes) -> None:
@@ -55,26 +57,20 @@ class Redis:
 
 @contextmanager
 def running(folder: Path, *options: str, size: str = "400KiB") -> Iterator[tuple[int, int]]:
-    ports = [free_port(), free_port()]
+    ports = free_ports(2)
     command = [
         sys.executable, "-m", "pigou", "store", "--tier", f"disk={size}@{folder}", "--page",
         str(PAGE), "--max-value", "20KiB", "--port", str(ports[0]), "--metrics-port",
         str(ports[1]), *options,
     ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+    with Popen(command, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline().strip() == b"127.0.0.1:%d" % ports[0]
             yield ports[0], ports[1]
         finally:
             process.terminate()
-            assert process.wait(20) == 0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+            assert process.wait(60) == 0
 
 
 def metric(port: int, name: str) -> float:

@@ -72,7 +72,7 @@ class Fleet:
     async def _lives(self, asked: WorkerEntry) -> bool:
         return asked.worker in self.alive
 
-    async def until(self, law: object, seconds: float = 30.0) -> None:
+    async def until(self, law: object, seconds: float = 60.0) -> None:
         async with asyncio.timeout(seconds):
             while not law():  # type: ignore[operator]
                 await asyncio.sleep(0.02)
