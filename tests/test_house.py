@@ -18,9 +18,9 @@ from tests.lib.source_tree import LAB, ROOT, SRC, modules, name, nodes, parsed
 MAX_LINES, MIN_LINES = 700, 60
 MAX_PARAMETERS = 12
 MAX_FIELDS = 40
-MAX_FILES = 666  # of product and lab
-MAX_PRODUCT_LINES = 121_140  # aim 96,000, 3,500 of integrations, 6,800 of models, 9,500 of tenants
-MAX_LAB_LINES = 15_050
+MAX_FILES = 667  # of product and lab
+MAX_PRODUCT_LINES = 121_180  # aim 96,000, 3,500 of integrations, 6,800 of models, 9,500 of tenants
+MAX_LAB_LINES = 15_080
 MIN_CODE_SHARE = 0.66
 MAX_SHORT_FILES = 0
 MAX_CIRCLES = 0
@@ -34,15 +34,15 @@ BUDGETS = {
     "engine": 4_170,
     "games": 2_640,
     "performance": 1_910,  # aim 1,750
-    "control": 17_570,
+    "control": 17_630,
     "lifecycle": 770,
     "windows": 1_330,
     "cost diagnosis tracing": 3_520,  # aim 3,250
     "wire text": 6_920,  # aim 5,000
-    "gateway": 12_910,  # aim 9,000
+    "gateway": 12_890,  # aim 9,000
     "worker runtime": 22_270,  # 17,650 before models and accelerators
-    "sim": 8_180,
-    "fleet": 11_245,
+    "sim": 8_205,
+    "fleet": 11_230,
     "integrations": 3_500,
     "workload capacity report cli": 14_145,  # aim 12,250
 }
