@@ -24,7 +24,7 @@ gpu: $(VENV)/.lab
 	$(BIN)/python -m pigou_lab.gpu_check $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder -m "$(FAST)" $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "$(FAST)" $(ARGS)
 
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)

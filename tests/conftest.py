@@ -15,6 +15,8 @@ import pytest
 import uvloop
 from hypothesis import settings
 from tests.lib.examples import ALL
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 # Read by torch and NumPy once they are imported: threads that wait for each other by spinning
 # would fill two cores with nothing. Tests of several threads set their number themselves.
@@ -100,22 +102,29 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 #: Folders whose tests start fleets of processes, which fill the cores: one test at a time.
-FLEETS = {"e2e", "hostile", "peers"}
+FLEETS = ("tests/e2e/", "tests/hostile/", "tests/peers/")
+
+
+class FileScheduling(LoadScopeScheduling):
+    """Gives each process of `-n` whole files, so that fixtures of a module are made once.
+
+    Tests that start fleets are one unit: they run one after another, beside the others.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "fleets" if nodeid.startswith(FLEETS) else nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:
+    """Schedule by files: marks of groups are lost on the nodes of pytest 9.2."""
+    return FileScheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each process of `-n` whole files, so that fixtures of a module are made once.
-
-    Tests that start fleets are one group: they run one after another, beside the others, and
-    first, since they take longest.
-    """
-    here = Path(__file__).parent
-    for item in items:
-        path = item.path.relative_to(here)
-        group = "fleets" if path.parts[0] in FLEETS else str(path)
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: item.path.relative_to(here).parts[0] not in FLEETS)
+    """Put tests that start fleets first, since together they take longest."""
+    items.sort(key=lambda item: not item.nodeid.startswith(FLEETS))
 
 
 def pytest_collection_finish() -> None:
