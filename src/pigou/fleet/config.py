@@ -391,10 +391,15 @@ def threads_each(workers: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // max(1, workers))
 
 
+def values_of(arguments: Sequence[str], option: str) -> list[str]:
+    """Return an option's values: those of `OPTION VALUE`, then those of `OPTION=VALUE`."""
+    apart = [value for name, value in pairwise(arguments) if name == option]
+    return apart + [t.partition("=")[2] for t in arguments if t.startswith(f"{option}=")]
+
+
 def threads_of(arguments: Sequence[str]) -> int:
     """Return a worker's compute threads by its arguments; 1 by default."""
-    given = [value for name, value in pairwise(arguments) if name == "--threads"]
-    given += [text.partition("=")[2] for text in arguments if text.startswith("--threads=")]
+    given = values_of(arguments, "--threads")
     return max(int(given[-1]), 1) if given and given[-1].isdecimal() else 1
 
 

@@ -18,13 +18,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pigou.fleet.config import sleeps, threads_of
+from pigou.fleet.config import sleeps, threads_of, values_of
 from pigou.wire.fleet_secret import DESCRIPTOR
 
 #: OpenMP threads that wait must not burn the cores that others need.
@@ -92,9 +91,7 @@ class ForkServer:
 
     def takes(self, arguments: Sequence[str]) -> bool:
         """True if a worker of these arguments needs what is imported: it computes on the CPU."""
-        devices = [value for name, value in pairwise(arguments) if name == "--device"]
-        devices += [text.partition("=")[2] for text in arguments if text.startswith("--device=")]
-        computes = not sleeps(arguments) and set(devices) <= {"cpu"}
+        computes = not sleeps(arguments) and set(values_of(arguments, "--device")) <= {"cpu"}
         return computes and threads_of(arguments) == self.threads
 
     async def fork(

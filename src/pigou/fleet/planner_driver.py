@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Sequence
 
 from pigou.background import Background, cancel
@@ -131,10 +130,8 @@ class PlannerDriver:
         return refusals
 
     def _load(self) -> TenantLoad:
-        work = Counter[str]()
-        for driver in self._plane_drivers:
-            work.update(driver.meter.work_by_tenant())
-        return TenantLoad(work, self._plane_driver.plane.config.tenant_weights)
+        works = (driver.meter.work_by_tenant() for driver in self._plane_drivers)
+        return TenantLoad.of(works, self._plane_driver.plane.config.tenant_weights)
 
     # --- what the planner is made of ----------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -408,8 +407,7 @@ class Scaling:
 
     def _tenant_load(self, now: int) -> TenantLoad:
         loads = [fleet.meter.tenant_load(now) for fleet in self._fleets]
-        work = sum((Counter(load.tokens) for load in loads), Counter[str]())
-        return TenantLoad(work, loads[0].weights)
+        return TenantLoad.of((load.tokens for load in loads), loads[0].weights)
 
     def _record(self, now: int) -> None:
         pools = {

@@ -487,9 +487,11 @@ def _planner(seeds: Sequence[int]) -> Iterator[Row]:
     """Yield GPU time and TTFT of victims beside junk that makes a planner start workers."""
     honest = _planned("no junk", 0.0, seeds)
     for who, (names, _) in _SENDERS.items():
-        hours = {part: _planned(who, part, [SEARCH_SEED])["gpu_hours"] for part in _JUNK_PARTS}
-        part = max(hours, key=lambda part: hours[part]) if names else 0.0
-        figures = _planned(who, part, seeds)
+        part, figures = 0.0, honest
+        if names:
+            hours = {part: _planned(who, part, [SEARCH_SEED])["gpu_hours"] for part in _JUNK_PARTS}
+            part = max(hours, key=lambda part: hours[part])
+            figures = _planned(who, part, seeds)
         row: Row = {"experiment": "tenants", "concurrency": LEVELS[-2], "level_name": "planner",
                     "order": who, "lie": [f"part={part:g}"], **figures,
                     "gpu_ratio": figures["gpu_hours"] / honest["gpu_hours"]}  # fmt: skip

@@ -194,8 +194,9 @@ class KeyBudgets:
         changed = []
         for budget, slot in claim.slots:
             more = used.get(budget.unit, 0.0) - claim.amounts[budget.unit]
-            changed.append(BudgetSlot(budget, slot if more < 0 else budget.slot(now)))
-            budget.add(more, changed[-1].slot)
+            at = BudgetSlot(budget, slot if more < 0 else budget.slot(now))
+            budget.add(more, at.slot)
+            changed.append(at)
         if used:
             self._claimed_tokens = _KEEP * self._claimed_tokens + claim.amounts["tokens"]
             for unit in self._took:

@@ -101,14 +101,14 @@ def carry_out(
     """
     refusal = ""
     match action:
-        case AddWorkers(pool, count) if load is not None and max_workers:
-            wanted = min(fleet.size + count, max_workers)
-            limit = load.max_workers(wanted, max_workers)
-            is_shared = limit < wanted
-            refusal = add_workers(fleet, pool, count, now, limit if is_shared else max_workers)
-            refusal += load.refusal(limit) if refusal and is_shared else ""
         case AddWorkers(pool, count):
-            refusal = add_workers(fleet, pool, count, now, max_workers)
+            limit, reason = max_workers, ""
+            if load is not None and max_workers:
+                wanted = min(fleet.size + count, max_workers)
+                limit = load.max_workers(wanted, max_workers)
+                reason = load.refusal(limit) if limit < wanted else ""
+            refusal = add_workers(fleet, pool, count, now, limit)
+            refusal += reason if refusal else ""
         case DrainWorker(worker):
             if not (refusal := drain_refusal(fleet, worker)):
                 fleet.drain(worker, now)

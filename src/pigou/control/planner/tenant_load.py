@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -46,6 +47,14 @@ class TenantLoad(NamedTuple):
 
     tokens: Mapping[str, float]  # recent work; only its proportions matter
     weights: Mapping[str, float] = {}  # shares of tenants, 1 by default
+
+    @classmethod
+    def of(cls, works: Iterable[Mapping[str, float]], weights: Mapping[str, float]) -> TenantLoad:
+        """Return the load of several models' work."""
+        tokens = Counter[str]()
+        for work in works:
+            tokens.update(work)
+        return cls(tokens, weights)
 
     def max_workers(self, wanted: int, max_workers: int) -> int:
         """Return how many of the `wanted` workers a planner may have for this load.
