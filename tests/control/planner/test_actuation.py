@@ -172,6 +172,13 @@ def test_made_up_names_move_a_planner_no_further_than_one_tenant() -> None:
     assert TenantLoad(work | sybil).max_workers(8, 8) > limit
 
 
+def test_a_share_below_one_worker_is_a_limit_of_one() -> None:
+    made, load = fleet(), TenantLoad({"a": 1.0}, {"a": 1e-12, "b": 1.0})
+    refusal = carry_out(AddWorkers("decode", 2), made, 1, max_workers=8, load=load)
+    assert "shares of it allow 1" in refusal
+    assert not made.orders
+
+
 def test_workers_are_added_as_far_as_the_limit_and_the_machine_go() -> None:
     made = fleet()
     assert carry_out(AddWorkers("decode", 3), made, 1, max_workers=5) == (

@@ -74,7 +74,7 @@ class TenantLoad(NamedTuple):
             min(wanted * part / load, max_workers * tenants[name] / total)
             for name, part in parts.items()
         )
-        return math.ceil(sum(limits) - 1e-9)
+        return max(1, math.ceil(sum(limits) - 1e-9))  # 0 would be no limit
 
     def refusal(self, limit: int) -> str:
         """Return why no more than `limit` workers are allowed."""
