@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from pigou.background import Background, cancel
@@ -130,8 +131,8 @@ class PlannerDriver:
         return refusals
 
     def _load(self) -> TenantLoad:
-        works = (driver.meter.work_by_tenant() for driver in self._plane_drivers)
-        return TenantLoad.of(works, self._plane_driver.plane.config.tenant_weights)
+        work = sum((Counter(d.meter.work_by_tenant()) for d in self._plane_drivers), Counter[str]())
+        return TenantLoad(work, self._plane_driver.plane.config.tenant_weights)
 
     # --- what the planner is made of ----------------------------------------------------------
 

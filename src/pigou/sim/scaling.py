@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -407,7 +408,8 @@ class Scaling:
 
     def _tenant_load(self, now: int) -> TenantLoad:
         loads = [fleet.meter.tenant_load(now) for fleet in self._fleets]
-        return TenantLoad.of((load.tokens for load in loads), loads[0].weights)
+        works = (Counter(load.tokens) for load in loads)
+        return TenantLoad(sum(works, Counter[str]()), loads[0].weights)
 
     def _record(self, now: int) -> None:
         pools = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ _HALF_LIFE_NS = 60 * SECOND
 
 
 class TenantWork:
-    """Recent prompt and output tokens of ended requests, by payer or tenant."""
+    """Prompt and output tokens of ended requests by payer or tenant, halved each minute."""
 
     def __init__(self, now: int) -> None:
         self._tokens: dict[str, float] = {}
@@ -34,7 +33,6 @@ class TenantWork:
         return work
 
     def _decay(self, now: int) -> None:
-        """Halve work each minute, and forget silent tenants."""
         if now - self._decayed_ns < SECOND:
             return
         keep = 0.5 ** ((now - self._decayed_ns) / _HALF_LIFE_NS)
@@ -47,14 +45,6 @@ class TenantLoad(NamedTuple):
 
     tokens: Mapping[str, float]  # recent work; only its proportions matter
     weights: Mapping[str, float] = {}  # shares of tenants, 1 by default
-
-    @classmethod
-    def of(cls, works: Iterable[Mapping[str, float]], weights: Mapping[str, float]) -> TenantLoad:
-        """Return the load of several models' work."""
-        tokens = Counter[str]()
-        for work in works:
-            tokens.update(work)
-        return cls(tokens, weights)
 
     def max_workers(self, wanted: int, max_workers: int) -> int:
         """Return how many of the `wanted` workers a planner may have for this load.
